@@ -115,10 +115,15 @@ def test_long_metrics_are_read_from_their_end(capsys):
 
 def test_runs_without_a_folder_and_without_runs(capsys):
     assert runs.main(["nowhere"]) == 2
-    assert "runs: nowhere: no such folder; give" in capsys.readouterr().err
-    Path("runs").mkdir()
-    assert runs.main([]) == 0
-    assert capsys.readouterr().out == "no runs in runs\n"
+    assert "nanomegatron runs: nowhere: no such folder; give" in capsys.readouterr().err
+    for make in (
+        lambda: None,
+        Path("runs").mkdir,
+    ):  # where nothing was ever trained, and where all is removed
+        make()
+        assert runs.main([]) == 0
+        how = "`nanomegatron train` makes one, in runs/ where it is started"
+        assert capsys.readouterr() == (f"no runs in {Path.cwd()}/runs; {how}\n", "")
 
 
 def test_columns_beyond_the_terminal_follow_below():
@@ -160,7 +165,10 @@ def test_two_layouts_in_one_table(capsys):
         ["tensor-model-parallel-size", "1", "2"]
     ]
     assert "runs/b and a: largest relative difference of losses over 3 steps: 1.0e-06 (at step 3)" in out
-    assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "\nnote    --picture FILE draws the losses\n" in out
+    assert [path.name for path in Path().iterdir()] == ["runs"]  # nothing that was not asked for
+    assert "\npicture losses.png\n" in compared(capsys, "a", "runs/b", "--png", "losses.png")
+    assert Path("losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("rtol, code", [("1e-5", 0), ("1e-7", 1), ("0", 1), ("nan", 1)])
@@ -242,14 +250,16 @@ def test_damaged_settings_are_an_error(capsys):
     assert "a: damaged settings or records (config: unknown key no-such-key" in capsys.readouterr().err
 
 
-def test_without_matplotlib_only_the_picture_is_missing(capsys, monkeypatch):
+def test_a_picture_needs_matplotlib_and_nothing_else_does(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_run("a", [4.0])
     write_run("b", [4.0])
     assert compare.main(["a", "b"]) == 0
     out, err = capsys.readouterr()
-    assert "largest relative difference" in out and err.count("\n") == 1 and "needs matplotlib" in err
+    assert "largest relative difference" in out and not err
     assert compare.main(["a", "b", "--picture", "x.png"]) == 2
+    out, err = capsys.readouterr()
+    assert "largest relative difference" in out and err.count("\n") == 1 and "needs matplotlib" in err
 
 
 def test_a_picture_as_svg_names_its_runs():

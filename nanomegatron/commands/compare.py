@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a name in runs/, or a folder; the first is the reference")
     add("--rtol", type=float, help="exit with code 1 if a loss differs by more from the first run's")
-    add("--picture", type=Path, metavar="FILE", help=".png, .svg or .pdf; compare.png, if several runs")
+    add("--picture", "--png", type=Path, metavar="FILE", help="draw the losses: a .png, .svg or .pdf")
     add("--html", type=Path, metavar="FILE", help="also write one page that needs no other file")
     args = parser.parse_args(argv)
     try:
@@ -68,14 +68,15 @@ def main(argv: list[str]) -> int:
             tables.append(evaluation_table(runs))
             replace_file(args.html, run_page(words, curves, tables, [run.folder for run in runs]))
             print(f"page    {args.html}")
-        if args.picture or len(runs) > 1:
-            draw_curves(curves, args.picture or Path("compare.png"))
+        if args.picture:
+            draw_curves(curves, args.picture)
+        elif len(runs) > 1:
+            print("note    --picture FILE draws the losses")
     except BrokenPipeError:
         raise  # for verbs.py
     except (ImportError, OSError, ValueError) as error:
-        print(escaped(f"compare: {error}"), file=sys.stderr)
-        if args.picture or not isinstance(error, ImportError):
-            return 2
+        print(escaped(f"nanomegatron compare: {error}"), file=sys.stderr)
+        return 2
     if args.rtol is not None and not largest <= args.rtol:
         print(f"--rtol {args.rtol:g}: the largest difference is {largest:.1e}", file=sys.stderr)
         return 1

@@ -25,11 +25,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("nanomegatron runs", description=main.__doc__.partition(" Returns")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where runs are; runs/")
     folder = parser.parse_args(argv).folder
-    if not folder.is_dir():
-        print(f"runs: {folder}: no such folder; give the one that training wrote runs to", file=sys.stderr)
+    if not folder.is_dir() and folder != Path("runs"):
+        why = "no such folder; give the one that training wrote runs to"
+        print(f"nanomegatron runs: {folder}: {why}", file=sys.stderr)
         return 2
     rows, newest, others = [], (folder / "latest").resolve(), []
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not (path.is_symlink() and path.name == "latest"):
             try:
                 rows.append(run_row(path, newest))
@@ -37,7 +38,8 @@ def main(argv: list[str]) -> int:
                 others.append(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"))
     more = [f"! and {len(others) - SKIPPED} more"] * (len(others) > SKIPPED)
     print(*sorted(others)[:SKIPPED], *more, sep="\n", end="\n" * bool(others), file=sys.stderr)
-    print(run_table(rows) if rows else f"no runs in {folder}")
+    first = f"no runs in {folder.absolute()}; `nanomegatron train` makes one, in runs/ where it is started"
+    print(run_table(rows) if rows else first)
     return 0
 
 
