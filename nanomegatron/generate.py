@@ -32,6 +32,8 @@ from nanomegatron.ops.attention import core_attention
 from nanomegatron.pp import Stages, execute
 from nanomegatron.report.log import RunLog
 
+SAMPLE_LINES = 3  # of text, at the end of a run
+
 
 class KVCache:
     """Keys and values of all positions so far, for this rank's heads: each `[max_length, b, g, d]` per layer.
@@ -172,19 +174,23 @@ def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torc
 
 
 def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
-    """Return two prompts of at most `length` tokens: the first line of text in each of its first samples."""
-    prompts = []
+    """Return a prompt of at most `length` tokens, if there is text: the first whole line of the first sample.
+
+    Samples begin anywhere, so the line after the first is that; where there is only one, it is taken.
+    """
+    prompts: list[str] = []
     for i in range(min(len(dataset), 20)):
         ids = [token for token in dataset[i][:length].tolist() if token not in tokenizer.prefix_ids]
         text = tokenizer.decode(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
-        prompts += [line.rstrip() for line in text.splitlines() if line.strip()][:1]
-    return prompts[:2]
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        prompts += lines[1:2] or lines
+    return prompts[:1]
 
 
 def show_sample(
     model: Stages, tokenizer: Tokenizer, dataset: Any, seed: int, mesh: Mesh, log: RunLog
 ) -> str | None:
-    """Continue two prompts of a dataset and log them, at the end of a run; return the first prompt.
+    """Continue a prompt of a dataset and log SAMPLE_LINES, at the end of a run; return the prompt.
 
     Every rank must call it. An error on all ranks is only a warning. One on some ranks is raised, since the
     others wait in a collective.
@@ -199,11 +205,12 @@ def show_sample(
         return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
-        length = min(120, limit - max(map(len, ids)))
+        length = min(80, limit - max(map(len, ids)))
         texts = generate(model, ids, length, Sampling(temperature=0.6, top_k=40, seed=seed))
     with log.attempt("sample"):
         for text in texts:
             text = text[len(tokenizer.prefix_ids) :]
             known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more ids
-            log.line("sample  " + tokenizer.decode(known).replace("\n", "\n        "))
+            lines = [line for line in tokenizer.decode(known).splitlines() if line.strip()]
+            log.line("sample  " + "\n        ".join(lines[:SAMPLE_LINES]))
     return prompts[0]

@@ -26,6 +26,8 @@ from nanomegatron.plan.memory import chunks_kept, describe_memory, memory_of_ran
 from nanomegatron.plan.room import Planned, check_room
 from nanomegatron.schedules import placement
 
+WHOLE_PROCESS = "; the column mem GiB is the whole process, with Python and torch, some 0.3 GiB more"
+
 
 def banner(
     config: Config, mesh: Mesh, vocab_size: int, padded: int, paths: str, notes: list[str]
@@ -38,7 +40,8 @@ def banner(
     yield f"{version} | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, vocab_size, padded)}"
-    yield f"memory  {describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh.device)))}"
+    predicted = describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh.device)))
+    yield f"memory  {predicted}{WHOLE_PROCESS if mesh.device.type == 'cpu' else ''}"
     if mesh.pp.size > 1:
         layers, parallel = stage_layers(config, padded), config.parallel
         placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
