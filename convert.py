@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.user_files import escaped
 
 LAYOUT_FLAGS = [
@@ -48,7 +49,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     more = (
         "A Megatron-LM checkpoint without args needs flags of its model: --num-layers 32 ..., --config NAME."
     )
-    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0], epilog=more)
+    p = CommandParser(prog="nanomegatron convert", description=__doc__.splitlines()[0], epilog=more)
     kinds = ("hf", "nanomegatron", "megatron-core", "megatron")
     p.add_argument("--source", required=True, choices=kinds, help="what --input-path holds")
     p.add_argument("--target", required=True, choices=(*kinds, "torch_dist"), help="what is to be written")

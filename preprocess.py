@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
 from nanomegatron.data.indexed_dataset import file_lock, publish
@@ -70,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
-    p = argparse.ArgumentParser(prog="preprocess.py", description=__doc__.splitlines()[0])
+    usage = "%(prog)s --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE"
+    p = CommandParser(prog="nanomegatron preprocess", usage=usage, description=__doc__.splitlines()[0])
     p.add_argument(
         "--input",
         nargs="+",

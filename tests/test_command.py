@@ -1,6 +1,7 @@
 """`nanomegatron VERB`: the list of commands, the programs behind it, and modules that are none."""
 
 import ast
+import importlib
 import runpy
 import subprocess
 import sys
@@ -105,3 +106,25 @@ def test_the_version_is_one(capsys):
     assert main(["--version"]) == 0
     version = capsys.readouterr().out.split()[1]
     assert f"## {version.removesuffix('.0')}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+WRONG = {
+    "preprocess --tokenizer-type HuggingfaceTokenizer": "must be one of | did you mean HuggingFaceTokenizer?",
+    "convert --source hff --target hf": "--source hff: must be one of hf, nanomegatron, | did you mean hf?",
+    "generate --load x --device gpu": "--device gpu: must be one of auto, cpu, cuda",
+    "schedules --schedule zbv": "--schedule zbv: must be one of gpipe, | ; did you mean zb-v?",
+    "compare": "arguments are required: RUN; --help lists all flags",
+    "runs --lines": "unrecognized arguments: --lines; --help lists all flags",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_one_line(words, capsys):
+    """Value, rule and fix, behind the name of the command; not behind its usage of up to 18 lines."""
+    verb, *argv = words.split()
+    program = importlib.import_module(COMMANDS[verb][0].removesuffix(".py"))
+    with pytest.raises(SystemExit) as left:
+        program.main(argv)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"nanomegatron {verb}: ") and said.count("\n") == 1
+    assert all(part in said for part in WRONG[words].split(" | ")), said

@@ -1,6 +1,5 @@
 """The command `compare`: a table and a picture of several runs, and how far losses at equal tokens differ."""
 
-import argparse
 import math
 import shutil
 import statistics
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from nanomegatron.commands.page import Curve, Table, amount, run_page
 from nanomegatron.commands.runs import aligned, number, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
-from nanomegatron.config.help import did_you_mean
+from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.rules import values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped, read_text
@@ -51,7 +50,7 @@ class RecordedRun(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Compare runs; returns 0, 1 if losses differ by more than --rtol, 2 if something cannot be read."""
-    parser = argparse.ArgumentParser("nanomegatron compare", description=main.__doc__)
+    parser = CommandParser("nanomegatron compare", description=main.__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a name in runs/, or a folder; the first is the reference")
     add("--rtol", type=float, help="exit with code 1 if a loss differs by more from the first run's")

@@ -5,14 +5,13 @@
 The script is completion.bash beside this module, with the words filled in. All else is completed as files.
 """
 
-import argparse
 import contextlib
 import io
 import re
 from pathlib import Path
 
 from nanomegatron.commands import verbs
-from nanomegatron.config.help import PRESETS, TOPICS
+from nanomegatron.config.help import PRESETS, TOPICS, CommandParser
 from nanomegatron.config.rules import declared, flag
 from nanomegatron.config.settings import Config
 
@@ -23,7 +22,7 @@ Words = dict[str, list[str]]  # the flags of a command, each with the values to 
 
 def main(argv: list[str]) -> int:
     """Print the script of a shell; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="nanomegatron completion", description=__doc__.splitlines()[0])
+    parser = CommandParser(prog="nanomegatron completion", description=__doc__.splitlines()[0])
     parser.add_argument("shell", choices=SHELLS, help='for eval "$(nanomegatron completion SHELL)"')
     shell = parser.parse_args(argv).shell
     cases = {"VERB ": [*verbs.COMMANDS], "VERB FLAGS": ["--help", "--version"], "completion ": [*SHELLS]}

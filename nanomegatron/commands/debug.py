@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from nanomegatron.config.cli import parse
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.rules import flag
 from nanomegatron.config.user_files import escaped
@@ -26,7 +27,7 @@ from nanomegatron.debug.run import Layout, checked, compare_layouts
 def main(argv: list[str]) -> int:
     """Compare two layouts, or a layout with transformers; returns the exit code."""
     form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser("nanomegatron debug", None, __doc__, **form)
+    parser = CommandParser("nanomegatron debug", None, __doc__, **form)
     add = parser.add_argument
     add("--a", default="tp1", metavar="LAYOUT", help="the layout that is right; default one process")
     add("--b", default="tp1", metavar="LAYOUT", help="the layout to compare with it")

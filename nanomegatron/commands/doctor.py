@@ -3,7 +3,6 @@
 ok    as it should be       note  a run works, but slower or without something       bad   no run works
 """
 
-import argparse
 import importlib
 import itertools
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron import __version__
+from nanomegatron.config.help import CommandParser
 
 GIB = 2**30
 CPU_ONLY = "training runs on the CPU"
@@ -35,7 +35,7 @@ Findings = Iterator[tuple[str, ...]]  # mark, name, what was found; its cost and
 
 def main(argv: list[str]) -> int:
     """Print the report; returns 0 if a run can work here, else 1."""
-    parser = argparse.ArgumentParser(prog="nanomegatron doctor", description="Check this machine.")
+    parser = CommandParser(prog="nanomegatron doctor", description="Check this machine.")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, for a bug report")
     args, found = parser.parse_args(argv), [*examine()]
     marks = Counter(mark for mark, *_ in found)

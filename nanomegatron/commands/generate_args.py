@@ -4,6 +4,7 @@ import argparse
 import importlib
 
 from nanomegatron.config.early import processes_of_torchrun
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import read_text
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
 
 def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
-    parser = argparse.ArgumentParser(prog="nanomegatron generate", description="Continue a text.")
+    parser = CommandParser(prog="nanomegatron generate", description="Continue a text.")
     add = parser.add_argument
     add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")
     add("--ckpt-step", type=int, help="iteration to load; the newest")

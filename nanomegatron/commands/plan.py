@@ -23,6 +23,7 @@ from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the flags of training."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("nanomegatron plan", None, __doc__, formatter_class=form)
+    parser = CommandParser("nanomegatron plan", None, __doc__, formatter_class=form)
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="GPUs of all machines; with --gpu: search their layouts")

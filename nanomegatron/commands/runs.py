@@ -1,6 +1,5 @@
 """The command `runs`: a table of the runs in a folder, newest first; torch is not imported."""
 
-import argparse
 import json
 import math
 import shutil
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.user_files import escaped, parse_toml, read_text
 from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.report.status import read_status
@@ -22,7 +22,7 @@ AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 def main(argv: list[str]) -> int:
     """List runs, newest first; died: it says running, but no process holds its lock. Returns 0; 2 without."""
-    parser = argparse.ArgumentParser("nanomegatron runs", description=main.__doc__.partition(" Returns")[0])
+    parser = CommandParser("nanomegatron runs", description=main.__doc__.partition(" Returns")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where runs are; runs/")
     folder = parser.parse_args(argv).folder
     if not folder.is_dir() and folder != Path("runs"):

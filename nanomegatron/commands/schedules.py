@@ -3,17 +3,17 @@
 nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--picture zb-v.png]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from nanomegatron.config.help import CommandParser
 from nanomegatron.report.schedule_draw import draw_timeline, text
 from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 
 def main(argv: list[str]) -> int:
     """Print the timeline of a schedule, and draw it with --picture; returns the exit code."""
-    parser = argparse.ArgumentParser("nanomegatron schedules", description="Show a schedule.")
+    parser = CommandParser("nanomegatron schedules", description="Show a schedule.")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--stages", "--pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, default=8)

@@ -6,7 +6,6 @@ A flag is written where the value is not Megatron's default, or where the defaul
 Megatron-LM has no flag for stands above the command, in lines that begin with #.
 """
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import MEGATRON_DEFAULTS, OF_ONE_RUN, from_toml
-from nanomegatron.config.help import did_you_mean
+from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.megatron import megatron_flags, refused_together
 from nanomegatron.config.rules import Rules, declared, flag, holds, items, spelled, values_of
 from nanomegatron.config.settings import Config
@@ -42,7 +41,7 @@ Weights are drawn otherwise in Megatron-LM, so that losses agree in their course
 
 def main(argv: list[str]) -> int:
     """Print the command of a run; returns 0, or 2 if there is no such run."""
-    parser = argparse.ArgumentParser("nanomegatron to-megatron", description=__doc__.partition("\n")[0])
+    parser = CommandParser("nanomegatron to-megatron", description=__doc__.partition("\n")[0])
     parser.add_argument("run", metavar="RUN", help="a name in runs/, or a folder with a config.toml")
     word = parser.parse_args(argv).run
     paths = [path / "config.toml" for path in (Path("runs") / word, Path(word))]

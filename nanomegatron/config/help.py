@@ -1,5 +1,6 @@
 """The text of --help, and what an unknown word on a command line may mean. Its tables are in `help.toml`."""
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from nanomegatron.config.rules import declared, flag
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import escaped
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -102,3 +104,17 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     folded = {name.casefold(): name for name in names}
     close = difflib.get_close_matches(word.casefold(), folded, 1)
     return f"; did you mean {folded[close[0]]}?" if close else ""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The flags of a command; what is wrong is one line with value, rule and fix, without the whole usage."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Print what is wrong, and exit with code 2."""
+        choice = r"argument ([^\s/]+)\S*: invalid choice: '(.*)' \(choose from (.*)\)"
+        if match := re.fullmatch(choice, message):
+            word, choices = match[2], [name.strip(" '") for name in match[3].split(",")]
+            message = f"{match[1]} {word}: must be one of {', '.join(choices)}{did_you_mean(word, choices)}"
+        elif not message.startswith("--"):
+            message = f"{message}; --help lists all flags"
+        self.exit(2, escaped(f"{self.prog}: {message}") + "\n")

@@ -1,14 +1,14 @@
 """`nanomegatron ops`: which implementation each op uses here, and whether kernels are correct."""
 
-import argparse
 import sys
 
+from nanomegatron.config.help import CommandParser
 from nanomegatron.ops.paths import report
 
 
 def main(argv: list[str]) -> int:
     """Print the report; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="nanomegatron ops", description="Paths of all ops.")
+    parser = CommandParser(prog="nanomegatron ops", description="Paths of all ops.")
     parser.parse_args(argv)
     return report()
 
