@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
-    usage = "%(prog)s --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE"
+    usage = "%(prog)s --input FILE --output-prefix PREFIX [OPTIONS]"
     p = CommandParser(prog="nanomegatron preprocess", usage=usage, description=__doc__.splitlines()[0])
     p.add_argument(
         "--input",

@@ -128,3 +128,12 @@ def test_what_is_wrong_is_one_line(words, capsys):
     said = capsys.readouterr().err
     assert left.value.code == 2 and said.startswith(f"nanomegatron {verb}: ") and said.count("\n") == 1
     assert all(part in said for part in WRONG[words].split(" | ")), said
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_torch_is_imported(tmp_path):
+    code = "import sys\nfrom nanomegatron.commands.verbs import main\n"
+    code += "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    said = run("-c", code, "generate", "--load", str(tmp_path / "runs/x/ckpt"), cwd=ROOT, code=3)
+    assert (
+        said == f"nanomegatron generate: no checkpoint in {tmp_path}/runs/x/ckpt, there is no such folder\n"
+    )

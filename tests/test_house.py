@@ -10,8 +10,8 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6592,
     "checkpoint": 4677,
-    "commands": 1763,
-    "config": 3770,
+    "commands": 1768,
+    "config": 3787,
     "data": 3145,
     "debug": 1120,
     "fast": 3280,

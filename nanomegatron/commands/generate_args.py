@@ -2,19 +2,27 @@
 
 import argparse
 import importlib
+import sys
+from pathlib import Path
 
+from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.early import processes_of_torchrun
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.config.user_files import read_text
+from nanomegatron.config.user_files import escaped, read_text
 
 TOKENIZER_FLAGS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str]) -> int:
-    """Generate; exits with code 2 if the command line is wrong."""
-    args = parse_args(argv, processes_of_torchrun())
+    """Generate; returns 3 if there is no checkpoint, exits with code 2 if the command line is wrong."""
+    world_size = processes_of_torchrun()
+    args = parse_args(argv, world_size)
+    if world_size == 1 and not Path(args.load).exists():
+        why = f"no checkpoint in {args.load}{hub_hint(args.load) or ', there is no such folder'}"
+        print(escaped(f"nanomegatron generate: {why}"), file=sys.stderr)
+        return 3
     return importlib.import_module("nanomegatron.commands.generate").run(args)
 
 

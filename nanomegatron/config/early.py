@@ -1,12 +1,17 @@
 """Answers a command line before torch is imported, in a fraction of a second: help, settings, most errors."""
 
+import glob
+import json
 import os
 import re
 import sys
+from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.help import help_text
+from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
 
 
@@ -22,6 +27,9 @@ def early_answer(argv: list[str]) -> int | None:
             text = help_text(parsed.action[len("help ") :])
         elif errors := early_errors(parsed):
             raise ConfigError(errors)
+        elif parsed.action == "train" and (missing := missing_load(parsed.config)):
+            print_errors(ValueError(missing))
+            return 3
         elif parsed.action == "print-config":
             text = to_toml(resolve(parsed.config, processes_of_torchrun(parsed.config.run.nproc))).rstrip()
         if text and first:
@@ -35,6 +43,25 @@ def early_answer(argv: list[str]) -> int | None:
     except BrokenPipeError:  # the reader has read enough, as `head` does; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if text else None
+
+
+def missing_load(config: Config) -> str:
+    """Say that --load names nothing, if that is sure: the run has no checkpoint of its own to resume from.
+
+    Under torchrun a process may be on a machine that does not see the folder: that is seen later, on all.
+    """
+    load, save, name = config.checkpoint.load, config.checkpoint.save, config.run.run_name
+    if not load or Path(load).exists() or "RANK" in os.environ:
+        return ""
+    if save and Path(save).resolve() == Path(load).resolve():
+        return ""
+    said = f"load = {json.dumps(load, ensure_ascii=False)}\n"
+    runs = Path("runs").glob(f"{glob.escape(name) if name else '*'}/config.toml")
+    named = [path for path in runs if name or said in path.read_text(encoding="utf-8", errors="replace")]
+    own = [Path(save)] if save else [path.parent / "ckpt" for path in named]
+    if any(any(folder.glob("iter_*")) for folder in own):
+        return ""
+    return f"--load {load}: no checkpoint there{hub_hint(load) or '; train from scratch without --load'}"
 
 
 def processes_of_torchrun(without: int | None = None) -> int:
