@@ -24,8 +24,8 @@ class FaultConfig:
     )
     spike_deviations: float = fault(
         10.0,
-        "robust standard deviations above the median that make a spike, if that is also 1.2 times a median "
-        "loss or 4 times a median gradient norm",
+        "robust standard deviations above the median that make a spike, if a loss is also a fifth above the "
+        "median and a gradient norm four times as large",
     )
     spike_window: int = fault(128, "steps before a step that it is compared with", at_least=16, at_most=10000)
     rerun_mode: str = fault(
