@@ -15,7 +15,7 @@ BUDGETS = {
     "data": 3145,
     "debug": 1120,
     "fast": 3280,
-    "faults": 1587,
+    "faults": 1592,
     "ops": 3802,
     "plan": 2035,
     "report": 2498,

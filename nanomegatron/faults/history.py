@@ -8,10 +8,9 @@ A disk that is not mounted, and folders that were moved or renamed, look like a 
 before its first save has steps in metrics.jsonl and no checkpoint in status.json: it does begin again.
 """
 
-from contextlib import suppress
 from pathlib import Path
 
-from nanomegatron.checkpoint.checkpoint import latest, on_all_ranks
+from nanomegatron.checkpoint.checkpoint import latest, load, on_all_ranks
 from nanomegatron.checkpoint.folder import LATEST
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.comm import all_gather_text
@@ -43,20 +42,26 @@ def check_history(config: Config, mesh: Mesh, log: RunLog) -> None:
 def is_done(config: Config, mesh: Mesh) -> bool:
     """Whether the run in this folder has trained all steps, evaluated and saved; if so, says how to go on.
 
-    Then nothing is built, loaded or evaluated again. Gathers a text over world.
+    Then nothing is built or evaluated again; the last checkpoint is verified. Gathers texts over world.
     """
-    save, text = Path(config.checkpoint.save), ""
+    save, said = Path(config.checkpoint.save), ""
     if mesh.rank == 0 and not config.run.eval_only and config.checkpoint.ckpt_step is None:
         facts = read_status(config.run.folder / "status.json", lambda _: None)
-        step = facts.get("iteration") if facts.get("state") == "done" else None
-        with suppress(CheckpointError, OSError):  # the start that follows says it
-            if step is not None and step == latest(save) and step >= config.run.train_iters:
-                what = f"all {step} steps of {config.run.folder} are saved in {save}"
-                text = f"done    {what}: nothing left to train"
-    if text and mesh.rank == 0:
-        how = "note    a larger --train-iters goes further, another --run-name begins from step 1"
-        print(text, how, f"next    nanomegatron generate --load {save}", sep="\n", flush=True)
-    return any(all_gather_text(text, mesh.world, mesh.device))
+        said = str(facts.get("iteration")) if facts.get("state") == "done" else ""
+    said = all_gather_text(said, mesh.world, mesh.device)[0]
+    if not said.isdecimal() or int(said) < config.run.train_iters:
+        return False
+    try:
+        found = load(save, [], mesh, integrity=config.checkpoint.verify_integrity)
+    except CheckpointError:  # the start that follows says it
+        return False
+    if found is None or found.iteration != int(said):
+        return False
+    if mesh.rank == 0:
+        print(f"done    all {said} steps of {config.run.folder} are saved in {save}: nothing left to train")
+        print("note    a larger --train-iters goes further, another --run-name begins from step 1")
+        print(f"next    nanomegatron generate --load {save}", flush=True)
+    return True
 
 
 def _compare(config: Config, log: RunLog) -> str:
