@@ -190,7 +190,7 @@ def _without_main(*given: Any) -> Iterator[None]:
             sys.modules["__main__"] = types.ModuleType("__main__")
             try:
                 reduction.ForkingPickler.dumps(given)
-            except Exception:  # it is looked for in the module above
+            except Exception:  # a function of `__main__` is not found in the empty module
                 sys.modules["__main__"] = main
         yield
     finally:

@@ -8,7 +8,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6592,
+    "": 6596,
     "checkpoint": 4677,
     "commands": 1768,
     "config": 3787,
