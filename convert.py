@@ -90,7 +90,7 @@ def size(text: str) -> int:
 
 def refused(error: Exception) -> int:
     """Print an error; returns its exit code."""
-    print(escaped(f"convert.py: {error}"), file=sys.stderr)
+    print(escaped(f"nanomegatron convert: {error}"), file=sys.stderr)
     return 2
 
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, CheckpointError) as error:
         return refused(error)
     except KeyboardInterrupt:
-        print("convert.py: interrupted, nothing is written", file=sys.stderr)
+        print("nanomegatron convert: interrupted, nothing is written", file=sys.stderr)
         return 130
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -61,10 +61,10 @@ def main(argv: list[str] | None = None) -> int:
             for report in preprocess_arguments(arguments):
                 print(report)
     except (ValueError, OSError) as error:
-        print(escaped(f"preprocess.py: {error}"), file=sys.stderr)
+        print(escaped(f"nanomegatron preprocess: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("preprocess.py: interrupted", file=sys.stderr)
+        print("nanomegatron preprocess: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -161,7 +161,7 @@ def verify_data(prefixes: list[str]) -> int:
         damage, text = verify_pair(prefix, os.cpu_count() or 1, lambda line: print(line, file=sys.stderr))
         print(f"{prefix}: {text}")
         for line in damage:
-            print(escaped(f"preprocess.py: {line}"), file=sys.stderr)
+            print(escaped(f"nanomegatron preprocess: {line}"), file=sys.stderr)
         damaged += bool(damage)
     return 2 if damaged else 0
 

@@ -159,7 +159,9 @@ def with_text(parsed: Parsed) -> DataConfig:
         return data
     if load and is_hf_folder(load):
         how = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
-        raise ConfigError([f"--load {load}: give --data-path, data that preprocess.py made with {how}"])
+        raise ConfigError(
+            [f"--load {load}: give --data-path, data that nanomegatron preprocess made with {how}"]
+        )
     if load and megatron_folder(load, parsed.config.checkpoint.ckpt_step):
         raise ConfigError([f"--load {load}: give --data-path, data made with the tokenizer of that model"])
     if data.tokenizer_type:

@@ -59,7 +59,8 @@ class SelfAttention(nn.Module):
         n, g, h = config.num_attention_heads, config.num_kv_heads, config.hidden_size
         if n % tp.size or (g % tp.size and tp.size % g):
             raise ValueError(
-                f"{n} query heads must divide by tp {tp.size}, and {g} key/value heads by tp or tp by them"
+                f"{n} query heads must be a multiple of tp {tp.size}, "
+                f"{g} key/value heads a multiple or a divisor of it"
             )
         copies = max(tp.size // g, 1)
         queries, keys = n * config.head_dim, g * config.head_dim

@@ -208,16 +208,16 @@ KINDS = {
 --use-flash-attn 2 | --use-flash-attn 2: takes 0 values
 """,
     "does not divide": """
---hidden-size 66 | --hidden-size 66: must divide by --num-attention-heads 4; nearest 64 or 68
+--hidden-size 66 | --hidden-size 66: must be a multiple of --num-attention-heads 4; nearest 64 or 68
 --num-query-groups 3
 --kv-channels 15 --position-embedding-type rope | head size 15: must be even for rope; set --kv-channels
---global-batch-size 3 --micro-batch-size 2 | --global-batch-size 3: must divide by --micro-batch-size 2
---tp 3 --nproc 3 | --num-attention-heads 4: must divide by --tensor-model-parallel-size 3
+--global-batch-size 3 --micro-batch-size 2 | --global-batch-size 3: must be a multiple of --micro-batch-size 2
+--tp 3 --nproc 3 | --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3
 --tp 2 | --tensor-model-parallel-size 2: must divide the number of processes, 1; use --nproc 2
---pp 3 --nproc 3 | --num-layers 2: must divide by 3 pipeline ranks
---cp 3 --nproc 3 | --seq-length 32: must divide by 2 x --context-parallel-size 3
+--pp 3 --nproc 3 | --num-layers 2: must be a multiple of 3 pipeline ranks
+--cp 3 --nproc 3 | --seq-length 32: must be a multiple of 2 x --context-parallel-size 3
 --dp 3 --nproc 2 | --data-parallel-size 3: 2 processes give 2
---num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must divide by --expert-model-parallel-size 2
+--num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must be a multiple of --expert-model-parallel-size 2
 """,
     "contradiction": """
 --bf16 --fp16 | --bf16: not with --fp16; leave one out
@@ -258,7 +258,7 @@ KINDS = {
 --run-name .
 """,
     "file of data": """
---data-path nowhere | --data-path nowhere: no file nowhere.bin and nowhere.idx; make them with preprocess.py
+--data-path nowhere | --data-path nowhere: no file nowhere.bin and nowhere.idx; make them with nanomegatron preprocess
 --data-path noidx | --data-path noidx: no file noidx.idx;
 --data-path empty | empty.idx: 0 bytes
 --data-path torn | torn.idx: 50 bytes

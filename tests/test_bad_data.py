@@ -64,7 +64,7 @@ def test_bad_lines_have_numbers_and_good_ones_their_tokens(kind, clean, tmp_path
     command = ["--input", source, "--output-prefix", prefix, *BYTES, "--append-eod"]
     assert run(*command) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"preprocess.py: {source}:3: ") and reason in error and len(error) < 600
+    assert error.startswith(f"nanomegatron preprocess: {source}:3: ") and reason in error and len(error) < 600
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert run(*command, "--skip-bad-lines", 2) == 0
     skipped = Path(f"{prefix}.skipped").read_text().splitlines()

@@ -103,18 +103,18 @@ WRONG = """
 --hidden-dropout 1 | 1 | --hidden-dropout 1.0: must be at least 0 and less than 1
 --attention-dropout 1.5 | 1 | --attention-dropout 1.5: must be
 --adam-beta1 1.0 | 1 | --adam-beta1 1.0: must be
---hidden-size 66 | 1 | --hidden-size 66: must divide by --num-attention-heads 4 | 64 or 68
+--hidden-size 66 | 1 | --hidden-size 66: must be a multiple of --num-attention-heads 4 | 64 or 68
 --num-query-groups 3 | 1 | --num-query-groups 3: must divide --num-attention-heads 4 | 2
 --kv-channels 15 --position-embedding-type rope | 1 | head size 15: must be even | --kv-channels
 --max-position-embeddings 16 | 1 | --max-position-embeddings 16: must be at least --seq-length 32
---tp 3 | 3 | --num-attention-heads 4: must divide by --tensor-model-parallel-size 3
+--tp 3 | 3 | --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3
 --tp 4 --num-attention-heads 24 --hidden-size 96 --num-query-groups 6 | 4 | --num-query-groups 6: must divide
 --tp 4 --ffn-hidden-size 130 | 4 | --ffn-hidden-size 130: | nearest 128 or 132
 --tp 4 | 2 | --tensor-model-parallel-size 4: | --nproc 4 | 1, 2
 --dp 3 | 2 | --data-parallel-size 3: | --nproc
 --pp 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: | --nproc 8
---pp 3 | 3 | --num-layers 4: must divide by 3 pipeline ranks | nearest --num-layers 3 or 6
---sp --tp 4 --seq-length 30 | 4 | --seq-length 30: must divide by --tensor-model-parallel-size 4
+--pp 3 | 3 | --num-layers 4: must be a multiple of 3 pipeline ranks | nearest --num-layers 3 or 6
+--sp --tp 4 --seq-length 30 | 4 | --seq-length 30: must be a multiple of --tensor-model-parallel-size 4
 --tp-comm-overlap --tp 2 | 2 | --tp-comm-overlap: needs --sequence-parallel
 --distributed-backend nccl | 2 | --distributed-backend nccl: needs GPUs
 --global-batch-size 5 --micro-batch-size 2 | 2 | --global-batch-size 5: | dp 2 = 4 | 4 or 8

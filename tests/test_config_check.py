@@ -50,11 +50,11 @@ WRONG = """
 --rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: must reach --global-batch-size 1 from 1
 --global-batch-size 8 --rampup-batch-size 2 4 9 | 1 | --rampup-batch-size 2 4 9: must reach --global
 --global-batch-size 8 --rampup-batch-size 2 2 0 | 1 | --rampup-batch-size 2 2 0: must be three numbers
---global-batch-size 8 --rampup-batch-size 2 2 9 | 4 | --rampup-batch-size 2: must divide by | nearest 4
---global-batch-size 8 --rampup-batch-size 4 2 9 | 4 | --rampup-batch-size 6: must divide by
+--global-batch-size 8 --rampup-batch-size 2 2 9 | 4 | --rampup-batch-size 2: must be a multiple of | nearest 4
+--global-batch-size 8 --rampup-batch-size 4 2 9 | 4 | --rampup-batch-size 6: must be a multiple of
 --step-batch-size-schedule 0:4 --global-batch-size 8 | 1 | every batch size; leave --global-batch-size out
 --step-batch-size-schedule 5:4x | 1 | --step-batch-size-schedule 5:4x: "5:4x" must be TOKENS:BATCH
---step-batch-size-schedule 0:4,1K:6 | 4 | --step-batch-size-schedule 6: must divide by | nearest 4 or 8
+--step-batch-size-schedule 0:4,1K:6 | 4 | --step-batch-size-schedule 6: must be a multiple of | nearest 4 or 8
 --data-args-path nowhere | 1 | --data-args-path nowhere: no such file
 --data-path 1 x 2 y | 1 | --data-path x: no file x.bin and x.idx
 --data-path 1 x y z | 1 | --data-path 1 x y z: give a weight above 0 before every prefix

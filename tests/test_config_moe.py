@@ -64,7 +64,7 @@ E 4 TOPK 5 | 1 | TOPK 5: must be greater than 0 and at most E 4
 E 4 TOPK 1 | 1 | TOPK 1: | give --moe-router-pre-softmax
 E 4 GROUPS 2 | 1 | GROUPS 2: needs BEST
 E 4 BEST 2 | 1 | BEST 2: needs GROUPS
-E 8 GROUPS 3 BEST 1 | 1 | E 8: must divide by GROUPS 3; nearest 6 or 9
+E 8 GROUPS 3 BEST 1 | 1 | E 8: must be a multiple of GROUPS 3; nearest 6 or 9
 E 8 GROUPS 2 BEST 3 TOPK 4 | 1 | BEST 3: must be greater than 0 and at most GROUPS 2
 E 8 GROUPS 4 BEST 3 | 1 | BEST 3: must be at most TOPK 2
 E 8 GROUPS 4 BEST 1 TOPK 3 | 1 | BEST 1: has 2 experts of 8 in 4 groups; TOPK 3 needs 2 or more
@@ -101,13 +101,13 @@ E 4 FREQ 0 | 1 | FREQ 0: must be a number N, or a list of 4 ones and zeros
 E 4 FREQ [1,0] | 1 | FREQ [1,0]: must be a number N, or a list of 4
 E 4 FREQ [0]*4 | 1 | FREQ [0]*4: no layer has experts; leave out E
 E 1025 | 1 | E 1025: must be greater than 0 and at most 1024
-E 4 EP 3 | 3 | E 4: must divide by EP 3; nearest 3 or 6
+E 4 EP 3 | 3 | E 4: must be a multiple of EP 3; nearest 3 or 6
 E 4 EP 4 | 2 | EP 4 x ETP 1 = 4: must divide 2 processes; use --nproc 4
 E 4 EP 2 ETP 2 --pp 2 | 6 | EP 2 x ETP 2 = 4: must divide 6 processes / pp 2 = 3; use --nproc 8
 E 4 TP 2 --no-sp | 2 | TP 2: needs SP with E, or ranks route the same tokens
-E 4 TP 2 SP --moe-ffn-hidden-size 65 | 2 | --moe-ffn-hidden-size 65: must divide by ETP 2; nearest 64 or 66
-E 4 TP 2 SP --ffn-hidden-size 65 ETP 1 FREQ 2 | 2 | --ffn-hidden-size 65: must divide by TP 2
-E 4 TP 2 SP SHARED 65 | 2 | SHARED 65: must divide by TP 2; nearest 64 or 66
+E 4 TP 2 SP --moe-ffn-hidden-size 65 | 2 | --moe-ffn-hidden-size 65: multiple of ETP 2; nearest 64 or 66
+E 4 TP 2 SP --ffn-hidden-size 65 ETP 1 FREQ 2 | 2 | --ffn-hidden-size 65: must be a multiple of TP 2
+E 4 TP 2 SP SHARED 65 | 2 | SHARED 65: must be a multiple of TP 2; nearest 64 or 66
 E 4 EP 2 --variable-seq-lengths | 2 | DISPATCHER allgather: must be alltoall with --variable-seq-lengths
 E 4 EP 2 --variable-seq-lengths CAPACITY 1.0 --moe-pad-expert-input-to-capacity | 2 | not with --variable-seq
 E 4 --variable-seq-lengths TYPE seq_aux_loss COEFF 0.1 | 1 | TYPE seq_aux_loss: | give aux_loss

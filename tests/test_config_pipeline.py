@@ -49,7 +49,7 @@ SPLIT flops | 1 | SPLIT flops: needs PP greater than 1
 PP 0 | 1 | PP 0: must be greater than 0
 PP 2 VPP 0 | 2 | VPP 0: must be greater than 0
 PP 2 SIZE 2 VPP 2 | 2 | VPP 2: not with SIZE; give the number of pieces
-PP 2 SIZE 3 | 2 | --num-layers 8: must divide by PP 2 x SIZE 3; | nearest --num-layers 6 or 12
+PP 2 SIZE 3 | 2 | --num-layers 8: must be a multiple of PP 2 x SIZE 3; | nearest --num-layers 6 or 12
 PP 2 SIZE 2 EMBEDDING | 2 | --num-layers 8 + 1: must | nearest --num-layers 7 or 11
 PP 2 SIZE 2 FIRST 2 | 2 | FIRST 2: not with SIZE; give the number of pieces
 PP 2 SIZE 2 SPLIT flops | 2 | SPLIT flops: not with SIZE; give the number of pieces
@@ -61,8 +61,8 @@ PP 2 SCHEDULE zbv | 2 | SCHEDULE zbv: must be one of gpipe, 1f1b | did you mean 
 PP 2 GROUP 4 | 2 | GROUP 4: is for SCHEDULE interleaved, not 1f1b
 PP 4 VPP 2 GROUP 3 | 4 | GROUP 3: must be at least PP 4
 PP 4 GROUP 0 VPP 2 | 4 | GROUP 0: must be at least PP 4
-PP 3 | 3 | --num-layers 8: must divide by 3 pipeline ranks; | or SPLIT flops
-PP 2 VPP 3 | 2 | --num-layers 8: must divide by 2 pipeline ranks x 3 pieces; nearest --num-layers 6 or 12
+PP 3 | 3 | --num-layers 8: must be a multiple of 3 pipeline ranks; | or SPLIT flops
+PP 2 VPP 3 | 2 | --num-layers 8: multiple of 2 pipeline ranks x 3 pieces; nearest --num-layers 6 or 12
 PP 2 FIRST 0 | 2 | FIRST 0: must be greater than 0
 PP 2 FIRST 3 LAST 4 | 2 | --num-layers 8: FIRST 3 LAST 4 make 7; leave one out
 PP 4 SCHEDULE zb-v LAST 2 | 4 | LAST 2: the last stage is on rank 0, as the first; use FIRST
@@ -73,11 +73,11 @@ PP 16 SPLIT flops | 16 | --num-layers 8: leave nothing for pipeline rank 8 of 16
 PP 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x PP 2: must divide the number of processes, 6; use --nproc 8
 PP 4 | 2 | PP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
 PP 2 --tp 2 --dp 2 | 4 | -size 2: 4 processes / --tensor-model-parallel-size 2 / PP 2 give 1
-PP 2 --global-batch-size 6 | 8 | --global-batch-size 6: must divide by --micro-batch-size 1 x dp 4 = 4
+PP 2 --global-batch-size 6 | 8 | --global-batch-size 6: must be a multiple of --micro-batch-size 1 x dp 4 = 4
 LAYOUT EttttttttL | 1 | LAYOUT EttttttttL: needs PP greater than 1
 PP 2 LAYOUT Etttt!ttttL SIZE 2 | 2 | LAYOUT Etttt!ttttL: not with SIZE
 PP 2 LAYOUT Etttt!tttL | 2 | LAYOUT Etttt!tttL: has 7 layers (t), not --num-layers 8
-PP 2 LAYOUT Et!t*5!ttL | 2 | has 3 stages, which must divide by PP 2
+PP 2 LAYOUT Et!t*5!ttL | 2 | has 3 stages, which must be a multiple of PP 2
 PP 2 LAYOUT Etttt!tttmL | 2 | LAYOUT Etttt!tttmL: 'm': there is no multi-token prediction
 PP 2 LAYOUT Etttt!ttxtL | 2 | LAYOUT Etttt!ttxtL: 'x': must be E, t, L, ! or (...)*n
 PP 2 LAYOUT Etttt!(tt)*(2)L | 2 | '(': must be E, t, L

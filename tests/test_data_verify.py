@@ -91,7 +91,7 @@ def test_a_hundred_flipped_bits(pair, capsys, full):
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("e: index and sizes are right; no hashes of tokens in e.json")
     assert out.splitlines()[1:] == ["d: damaged", "gone: damaged"]
-    assert len(err.splitlines()) == 2 and "preprocess.py: d.bin: damaged in bytes " in err
+    assert len(err.splitlines()) == 2 and "nanomegatron preprocess: d.bin: damaged in bytes " in err
 
 
 def test_neighbours_are_one_line(pair):

@@ -181,5 +181,5 @@ def test_speed_is_said(capsys):
     out, err = capsys.readouterr()
     assert out.count("---") == 3 and out.startswith("1 2 ")
     assert re.fullmatch(
-        r"generate: 16 tokens in \d+\.\d s, \d+ tokens/s \(without CUDA graphs: on cpu\)\n", err
+        r"nanomegatron generate: 16 tokens in \d+\.\d s, \d+ tokens/s \(without CUDA graphs: on cpu\)\n", err
     )

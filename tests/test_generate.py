@@ -354,7 +354,7 @@ def test_interactive_continues_each_line(trained, monkeypatch, capsys):
     expected = [continued(models[20], [line], 30, seed=i)[0] for i, line in enumerate(lines) if i != 1]
     expected.insert(1, "x" * 65)
     assert (code, out) == (0, "\n".join(expected) + "\n")
-    assert err == "generate: prompt 0 has 65 tokens; this model takes 1 to 64\n"
+    assert err == "nanomegatron generate: prompt 0 has 65 tokens; this model takes 1 to 64\n"
 
 
 def test_text_comes_in_whole_characters():

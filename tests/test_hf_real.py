@@ -170,4 +170,4 @@ def test_a_layout_that_its_heads_do_not_allow(place):
     said = run(
         place.path, "train.py", *f"--load smollm --nproc 2 --tp 2 {TRAIN} --device cpu".split(), code=2
     )
-    assert "--num-attention-heads 9: must divide by --tensor-model-parallel-size 2" in said
+    assert "--num-attention-heads 9: must be a multiple of --tensor-model-parallel-size 2" in said

@@ -331,7 +331,7 @@ def test_the_memory_is_that_of_the_options(capsys):
         ("--simulate 8 --plot plan.png", "--plot plan.png: draws the layouts of --gpus"),
         (
             "--gpus 8 --num-attention-heads 33 --num-query-groups 3",
-            "--hidden-size 4096: must divide by --num-att",
+            "--hidden-size 4096: must be a multiple of --num-att",
         ),
         ("--gpus 8 --data-path /no/text", "no file /no/text.bin"),
     ],

@@ -215,7 +215,7 @@ def test_a_bad_line_stops_it(tmp_path, capsys, line, reason, workers):
     path = tmp_path / "in.jsonl"
     path.write_bytes(good * 41 + line + b"\n" + good)
     assert run("--input", path, "--output-prefix", tmp_path / "x", *BYTES, "--workers", workers) == 2
-    assert f"preprocess.py: {path}:42: " in (error := capsys.readouterr().err)
+    assert f"nanomegatron preprocess: {path}:42: " in (error := capsys.readouterr().err)
     assert reason in error and len(error.strip().splitlines()) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
 

@@ -75,7 +75,7 @@ def test_nulls_and_other_columns(arrow, tmp_path, capsys):
         ("id", "column 'id' is of int64"),
     ):
         assert run("--input", source, *out, "--json-keys", key) == 2
-        assert f"preprocess.py: {source}: " in (said := capsys.readouterr().err) and reason in said
+        assert f"nanomegatron preprocess: {source}: " in (said := capsys.readouterr().err) and reason in said
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "data-0.arrow", "b.arrow"])
@@ -85,7 +85,7 @@ def test_damaged_files(arrow, tmp_path, capsys, name):
     for data in (b"", b"no such format", whole[: len(whole) // 2]):
         source.write_bytes(data)
         assert run("--input", source, "--output-prefix", tmp_path / "x", *BYTES) == 2
-        assert f"preprocess.py: {source}: damaged behind row " in capsys.readouterr().err
+        assert f"nanomegatron preprocess: {source}: damaged behind row " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

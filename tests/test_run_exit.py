@@ -72,7 +72,7 @@ def test_the_first_failure_is_named(
     )
     assert train.main(argv) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"train.py: {culprit}") and behind in last
+    assert last.startswith(f"nanomegatron train: {culprit}") and behind in last
     status = json.loads((tmp_path / "runs/test/status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     logs = [tmp_path / "runs/test" / name for name in ("log.txt", "log.1.txt")]
@@ -89,16 +89,23 @@ def test_what_an_earlier_run_said_is_not_repeated(tmp_path, capsys):
     facts = json.loads(path.read_text())
     name_culprit(tmp_path, "2999-01-01T00:00:00+00:00", 1, [0, -9], [])
     said = capsys.readouterr().err
-    assert said.startswith("train.py: rank 1 was killed by SIGKILL (out of memory? see dmesg)")
+    assert said.startswith("nanomegatron train: rank 1 was killed by SIGKILL (out of memory? see dmesg)")
     now = json.loads(path.read_text())
-    assert (now["state"], f"train.py: {now['message']}\n", now["rank"]) == ("failed", said, "rank 1")
+    assert (now["state"], f"nanomegatron train: {now['message']}\n", now["rank"]) == (
+        "failed",
+        said,
+        "rank 1",
+    )
     path.write_text(json.dumps(facts))
     name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 1, [0, -9], [])
     assert "rank 0 failed first: yesterday's" in capsys.readouterr().err
     hang = dict(state="failed", message="a hang: rank 0 has made no progress", rank="rank 1", iteration=4)
     write_status(path, hang)
     name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 0, [1, -9], [1])
-    assert capsys.readouterr().err == f"train.py: rank 1 failed first: a hang, reported above and in {path}\n"
+    assert (
+        capsys.readouterr().err
+        == f"nanomegatron train: rank 1 failed first: a hang, reported above and in {path}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,7 @@ def test_an_end_that_no_rank_has_written_down(codes, running, said, tmp_path, ca
     name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", codes.index(max(codes, key=abs)), codes, running)
     facts = json.loads((tmp_path / "status.json").read_text())
     assert facts["state"] == "failed" and facts["exit_code"] == 1 and facts["iteration"] == 4
-    assert said in facts["message"] and f"train.py: {facts['message']}\n" == capsys.readouterr().err
+    assert said in facts["message"] and f"nanomegatron train: {facts['message']}\n" == capsys.readouterr().err
 
 
 def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> int:

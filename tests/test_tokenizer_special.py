@@ -203,7 +203,7 @@ def test_generate_is_transformers(model, capsys):
         assert generate([*flags, *more, "--prompt", "def one"]) == 0
         found = capsys.readouterr()
         assert found.out == continued(theirs, tokenizer, "def one", **how) + "\n"
-        begins = f"generate: each prompt begins with <bos> (id {special['<bos>']})"
+        begins = f"nanomegatron generate: each prompt begins with <bos> (id {special['<bos>']})"
         assert (begins in found.err) == (kind != "none" and not more)
         behind = f"prompts are without <eos> (id {special['<eos>']}), which the tokenizer puts behind a text"
         assert (behind in found.err) == (kind == "both" and not more)

@@ -61,7 +61,7 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
 
     def say(text: str) -> None:
         if world.rank == 0:
-            print(escaped(f"generate: {text}"), file=sys.stderr)
+            print(escaped(f"nanomegatron generate: {text}"), file=sys.stderr)
 
     code = DONE
     try:
@@ -154,7 +154,7 @@ def load_megatron_model(
     settings = megatron_settings(folder)
     if not settings.get("vocab_size"):
         raise ValueError(
-            f"{folder}: it has no args that say what the model is; convert.py takes that as flags"
+            f"{folder}: it has no args that say what the model is; nanomegatron convert takes that as flags"
         )
     config = build_config(settings)
     vocab_size = config.data.vocab_size
@@ -192,7 +192,7 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
         print("\n---\n".join(map(readable, shown)))
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
-        note = f"generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}"
+        note = f"nanomegatron generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}"
         print(note, file=sys.stderr)
 
 
@@ -217,7 +217,7 @@ def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> N
                 for piece in pieces_of_text(tokenizer, ids, hidden_ids(tokenizer, prompt), steps):
                     print(readable(piece), end="", flush=True)
             except ValueError as error:
-                print(escaped(f"generate: {error}"), file=sys.stderr)
+                print(escaped(f"nanomegatron generate: {error}"), file=sys.stderr)
             print()
 
 

@@ -33,6 +33,6 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise  # for verbs.py
     except (ValueError, ImportError, OSError) as error:
-        print(f"schedules: {error}", file=sys.stderr)
+        print(f"nanomegatron schedules: {error}", file=sys.stderr)
         return 2
     return 0

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
         print(script(with_tokenizer(from_toml(read_text(found[0])))))
     except (OSError, ValueError) as error:
-        print(escaped(f"to-megatron: {word}: {error}"), file=sys.stderr)
+        print(escaped(f"nanomegatron to-megatron: {word}: {error}"), file=sys.stderr)
         return 2
     return 0
 

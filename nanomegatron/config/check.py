@@ -4,7 +4,7 @@ Everything here is a function of the settings, the number of processes and which
 `config/rules.py` checks each setting by its declaration; this module, `check_layout` and `check_model` check
 settings against each other. A message has the flag and its value, the rule, and what to change:
 
-    --num-attention-heads 6: must divide by --tensor-model-parallel-size 4; nearest 4 or 8
+    --num-attention-heads 6: must be a multiple of --tensor-model-parallel-size 4; nearest 4 or 8
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
             whole = math.gcd(*sizes)
             some = [str(n * copy) for n in range(1, 2 * dp) if whole % (n * data.micro_batch_size) == 0]
             fix = f"{' or '.join(some) or 'no number of'} processes can share it"
-            yield f"{flag(given[0])} {bad}: must divide by {of} {unit}; {fix}"
+            yield f"{flag(given[0])} {bad}: must be a multiple of {of} {unit}; {fix}"
         else:
             yield from multiple(flag(given[0]), bad, of, unit)
     if run.train_samples and run.train_samples > MOST_ITERS * min(sizes):

@@ -19,7 +19,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 def multiple(name: str, value: int, of: str, unit: int) -> Iterator[str]:
     """Yield an error if `value` is no multiple of `unit`, with the nearest multiples."""
     if value % unit:
-        yield f"{name} {value}: must divide by {of} {unit}; nearest {nearest(value, unit)}"
+        yield f"{name} {value}: must be a multiple of {of} {unit}; nearest {nearest(value, unit)}"
 
 
 def nearest(value: int, unit: int) -> str:
@@ -132,9 +132,10 @@ def _cp_types(config: Config, cp: int) -> Iterator[str]:
     of_rank, instead = " of a tp rank" * (tp > 1), "use p2p or allgather"
     for name, ranks in (("a2a", cp), ("a2a+p2p", next(iter(sizes), 1))):
         if name in types and n % ranks:
-            yield f"--cp-comm-type {name}: {n} query heads{of_rank} must divide by {ranks} ranks; {instead}"
+            heads = f"{n} query heads{of_rank} must be a multiple of {ranks} ranks"
+            yield f"--cp-comm-type {name}: {heads}; {instead}"
         elif name in types and g % ranks and ranks % g:
-            heads = f"{g} key/value heads{of_rank} must divide by {ranks} ranks or divide them"
+            heads = f"{g} key/value heads{of_rank} must be a multiple or a divisor of {ranks} ranks"
             yield f"--cp-comm-type {name}: {heads}; {instead}"
 
 
@@ -167,7 +168,7 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
         near = " or ".join(str(n * pp * size - counted) for n in (pieces, pieces + 1) if n)
         words = f"--num-layers {layers}" + f" + {counted}" * bool(counted)
         raise ValueError(
-            f"{words}: must divide by {PP} {pp} x {PER_PIECE} {size}; nearest --num-layers {near}"
+            f"{words}: must be a multiple of {PP} {pp} x {PER_PIECE} {size}; nearest --num-layers {near}"
         )
     return replace(
         parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=pieces
@@ -179,7 +180,7 @@ def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelC
     pieces, rest = divmod(stages := len(layout_sizes(layout)), pp)
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if rest:
-        raise ValueError(f"{LAYOUT} {layout}: has {stages} stages, which must divide by {PP} {pp}")
+        raise ValueError(f"{LAYOUT} {layout}: has {stages} stages, which must be a multiple of {PP} {pp}")
     if vpp not in (None, pieces):
         raise ValueError(f"{VPP} {vpp}: {LAYOUT} {layout} has {pieces} on each of {pp} ranks; leave it out")
     return replace(parallel, num_virtual_stages_per_pipeline_rank=pieces)

@@ -28,7 +28,10 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     yield from multiple("--num-attention-heads", heads, TP, tp)
     fits, rule = [g for g in range(1, heads + 1) if heads % g == 0], f"divide --num-attention-heads {heads}"
     if groups in fits and heads % tp == 0:
-        fits, rule = [g for g in fits if g % tp == 0 or tp % g == 0], f"divide {TP} {tp} or divide by it"
+        fits, rule = (
+            [g for g in fits if g % tp == 0 or tp % g == 0],
+            f"be a multiple or a divisor of {TP} {tp}",
+        )
     if groups not in fits:
         near = min(fits, key=lambda g: abs(g - groups))
         yield f"--num-query-groups {groups}: must {rule}; nearest {near}"
@@ -191,7 +194,7 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
     errors: dict[str, str] = {}  # the first error of each flag
     for words, size, (name, value, step) in rows:
         if size % unit:
-            rule = f"must divide by {unit} for FP8; nearest {name} {nearest(value, step)}"
+            rule = f"must be a multiple of {unit} for FP8; nearest {name} {nearest(value, step)}"
             errors.setdefault(name, f"{words} {size:.9g}: {rule}")
     yield from errors.values()
 
@@ -247,7 +250,7 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
         return
     for prefix in words[1::2] if weighted else words:
         if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
-            fix = "make them with preprocess.py"
+            fix = "make them with nanomegatron preprocess"
             if len(prefix.split()) > 1:
                 fix = "a blend is several words: leave the quotes out"
             yield f"{where} {prefix}: no file {' and '.join(missing)}; {fix}"

@@ -82,5 +82,5 @@ def early_errors(parsed: Parsed) -> list[str]:
 def print_errors(error: ValueError) -> None:
     """Print one line for each error to stderr."""
     messages = getattr(error, "messages", [str(error)])
-    title = f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started"
+    title = f"nanomegatron train: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started"
     print(title, *map(escaped, messages), sep="\n  ", file=sys.stderr)

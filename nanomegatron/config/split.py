@@ -116,7 +116,7 @@ def _even(
     words = " ".join(f"{name} {count}" for name, count in zip((FIRST, LAST), given) if count is not None)
     fixed = {rank: count for rank, count in zip(ends, given) if count is not None}
     if any(count < 1 or count % chunks for count in fixed.values()):
-        raise ValueError(f"{words}: must divide by the {chunks} pieces of a pipeline rank")
+        raise ValueError(f"{words}: must be a multiple of the {chunks} pieces of a pipeline rank")
     rest, left = ranks - len(fixed), num_layers + more - sum(fixed.values())
     if not rest and left:
         raise ValueError(f"--num-layers {num_layers}: {words} make {num_layers - left}; leave one out")
@@ -127,7 +127,7 @@ def _even(
         below = max(left, 0) // unit * unit
         near = " or ".join(str(num_layers + n - left) for n in (below, below + unit) if n)
         other = f", or {FLOPS}" * (not words and num_layers >= ranks)
-        raise ValueError(f"{counted}: must divide by {by}; nearest --num-layers {near}{other}")
+        raise ValueError(f"{counted}: must be a multiple of {by}; nearest --num-layers {near}{other}")
     return [fixed.get(rank, left // max(1, rest)) for rank in range(ranks)]
 
 

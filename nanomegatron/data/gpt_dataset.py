@@ -346,7 +346,7 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
-        fix = "leave --tokenizer-type away to use the data's, or run preprocess.py again"
+        fix = "leave --tokenizer-type away to use the data's, or run nanomegatron preprocess again"
         if sidecar["tokenizer"] == tokenizer.spec:
             raise ValueError(f"{path}.json: {tokenizer.spec} gave other ids when it was written; {fix}")
         made = f"{str(sidecar['tokenizer']):.200}, which gives other ids than {tokenizer.spec}"

@@ -214,7 +214,7 @@ class IndexedDataset:
                 hint = (
                     "the prefix is given without .bin or .idx"
                     if Path(self.prefix).is_file()
-                    else "run preprocess.py"
+                    else "run nanomegatron preprocess"
                 )
                 raise ValueError(f"{path}: no such file; {hint}")
             if path.stat().st_size == 0:

@@ -142,7 +142,9 @@ def _fetch(address: str) -> str:
     if scheme == "hf":
         return "hf download NAME --repo-type dataset --local-dir FOLDER, then --input FOLDER"
     lines = (
-        f", or for JSON Lines {programs[scheme]} | preprocess.py --input - ..." if scheme in programs else ""
+        f", or for JSON Lines {programs[scheme]} | nanomegatron preprocess --input - ..."
+        if scheme in programs
+        else ""
     )
     return f"copy it here{lines}"
 

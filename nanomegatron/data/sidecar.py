@@ -12,7 +12,9 @@ from nanomegatron.config.user_files import check_fields, read_json
 
 REQUIRED = {"idx_sha256": str, "fingerprint": str, "max_token": int, "tokenizer": dict}
 OPTIONAL = {"text_bytes": int, "text_bytes_before": str, "bin_sha256": str, "bin_block_bytes": int}
-WRITTEN_BY = "preprocess.py did not write it so: run it again, or remove the file and give --tokenizer-type"
+WRITTEN_BY = (
+    "nanomegatron preprocess did not write it so: run it again, or remove the file and give --tokenizer-type"
+)
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
                 facts = read_status(path, lambda _: None)
                 facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
                 write_status(path, facts)
-    print(escaped(f"train.py: {said or what}"), file=sys.stderr)
+    print(escaped(f"nanomegatron train: {said or what}"), file=sys.stderr)
 
 
 def said_by_rank(path: Path, began: str) -> str:
