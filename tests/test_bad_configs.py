@@ -258,7 +258,7 @@ KINDS = {
 --run-name .
 """,
     "file of data": """
---data-path nowhere | --data-path nowhere: no file nowhere.bin and nowhere.idx; make them with nanomegatron preprocess
+--data-path nowhere | --data-path nowhere: no file nowhere.bin and nowhere.idx; make them with nanomegatron
 --data-path noidx | --data-path noidx: no file noidx.idx;
 --data-path empty | empty.idx: 0 bytes
 --data-path torn | torn.idx: 50 bytes

@@ -8,11 +8,11 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6596,
-    "checkpoint": 4677,
+    "": 6597,
+    "checkpoint": 4683,
     "commands": 1768,
-    "config": 3787,
-    "data": 3145,
+    "config": 3835,
+    "data": 3149,
     "debug": 1120,
     "fast": 3280,
     "faults": 1592,

@@ -21,7 +21,7 @@ from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.checkpoint.streams import Stream
 from nanomegatron.config.cli import build_config, from_toml, parse
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
+from nanomegatron.config.megatron_args import megatron_folder, megatron_progress, why_no_checkpoint
 from nanomegatron.config.settings import Config, ParallelConfig, PrecisionConfig
 from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.mesh import Mesh, World
@@ -142,8 +142,7 @@ def open_ours(root: Path, step: int | None) -> SourceModel:
         raise CheckpointError(f"--input-path {root}: is of Megatron-LM; give --source megatron-core")
     loaded = load(root, [], ALONE, step)
     if loaded is None:
-        inside = (root / "ckpt").is_dir() or root.name.startswith("iter_")
-        fix = "; give the folder that holds iter_*, runs/NAME/ckpt" if inside else ""
+        fix = why_no_checkpoint(root, step)
         fix = "; it is of Hugging Face, give --source hf" if is_hf_folder(root) else fix
         raise CheckpointError(f"--input-path {root}: no checkpoint there{fix}")
     folder = root / f"iter_{loaded.iteration:07d}"
@@ -168,8 +167,9 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     if folder is None:
         ours = any(root.glob("iter_*/manifest.json"))
         fix = "no .metadata and metadata.json, or mp_rank_*, in the iteration of the tracker or --ckpt-step"
-        fix = "it is of nanomegatron; give --source nanomegatron" if ours else fix
-        raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there: {fix}")
+        fix = why_no_checkpoint(root, step) or f": {fix}"
+        fix = "; it is of nanomegatron, give --source nanomegatron" if ours else fix
+        raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there{fix}")
     parsed = parse(["--load", str(folder), *flags])
     config = parsed.config
     errors = list(parsed.errors)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
+from nanomegatron.config.megatron_args import why_no_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.user_files import read_json
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
@@ -92,6 +93,7 @@ output_layer                                    lm_head
 WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL, "phi3": LLAMA + PHI3}
 WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
 WEIGHT_TABLES |= dict.fromkeys(("olmo2", "gemma2", "gemma3_text"), LLAMA + NORMS_AFTER)
+LFS_POINTER = b"version https://git-lfs"
 HEADER = ".header"  # NAME.header: the bytes of weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 TOKENIZER_FILES = {  # names of our tokenizers' files in a Hugging Face folder
@@ -185,7 +187,9 @@ class Folder:
         self.tensors, self.file_of = {}, {}  # read only when accessed
         for name in self.files:
             try:
-                open(self.path / name, "rb").close()  # it says why, if that is not allowed
+                with open(self.path / name, "rb") as file:  # it says why, if that is not allowed
+                    if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                        raise ValueError("a pointer of git-lfs, not the weights; run git lfs pull there")
                 with safe_open(self.path / name, "pt") as file:
                     found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             except (OSError, ValueError, SafetensorError) as error:
@@ -241,9 +245,7 @@ def weight_files(folder: Path) -> list[str]:
         raise ValueError(
             f"{folder}: {len(names)} .safetensors files, and no {index.name} that lists their tensors"
         )
-    pickle = next((path.name for path in folder.glob("pytorch_model*.bin")), "")
-    fix = f"; {pickle} is a pickle, which is not read: save it again with transformers' save_pretrained"
-    raise ValueError(f"{folder}: no model.safetensors{fix if pickle else ''}")
+    raise ValueError(f"{folder}: no model.safetensors{why_no_checkpoint(folder)}")
 
 
 def keep_source_files(source: str | Path, kept: Path) -> None:

@@ -30,7 +30,7 @@ from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
+from nanomegatron.config.megatron_args import megatron_folder, megatron_progress, why_no_checkpoint
 from nanomegatron.data.identity import data_changes
 from nanomegatron.faults.alive import why_dead
 from nanomegatron.faults.health import BadSteps
@@ -156,6 +156,7 @@ def load_checkpoint(run: Run) -> None:
     if found and not begins and ("hf" in found[0] or "iteration" not in found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     if found:
+        check_data(run, root, found[0], resumes=not begins)  # before shapes of embeddings are compared
         check_model(run, source, found[1])
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
@@ -166,13 +167,14 @@ def load_checkpoint(run: Run) -> None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
         elif config.load:
-            fix = hub_hint(root) or "; train from scratch without --load"
+            why = why_no_checkpoint(root, source.step)
+            missing = not Path(root).exists() and hub_hint(root)
+            fix = missing or why or "; train from scratch without --load"
             raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
         elif run.config.run.eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
     warn_once(run, loaded.notes)
-    check_data(run, root, loaded.state, resumes=not begins)
     if only_weights:
         keep_source(run, root)
     else:

@@ -25,7 +25,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
-from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
+from nanomegatron.config.megatron_args import megatron_folder, megatron_settings, why_no_checkpoint
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.config.user_files import escaped
 from nanomegatron.data.tokenizer import (
@@ -120,7 +120,7 @@ def load_model(
         return load_megatron_model(theirs, mesh, say, given)
     found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
     if found is None:
-        raise CheckpointError(f"no checkpoint in {root}")
+        raise CheckpointError(f"no checkpoint in {root}{why_no_checkpoint(root, step)}")
     for note in found.notes:
         say(note)
     config = from_toml(found.config_toml)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse
-from nanomegatron.config.help import CommandParser
+from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
@@ -286,9 +286,11 @@ def known_gpu(name: str | None) -> tuple[str, float | None]:
         return "", None
     known = {pattern.rstrip("$"): size for pattern, *_, size in PEAKS}
     sizes = [float(size) for size in re.findall(r"(\d+) ?GB", name)]
-    sizes += [size for card, size in known.items() if card.casefold() in name.casefold()]
+    squeezed = re.sub(r"[\s_-]", "", name).casefold()  # "rtx4090"
+    sizes += [size for card, size in known.items() if card.replace(" ", "").casefold() in squeezed]
     if not sizes:
-        raise ValueError(f"--gpu {name}: none of {', '.join(known)}; give its --gpu-memory GB")
+        hint = did_you_mean(name, known) or ";"
+        raise ValueError(f"--gpu {name}: none of {', '.join(known)}{hint} or give its --gpu-memory GB")
     return name, sizes[0]
 
 

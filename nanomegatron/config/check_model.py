@@ -7,6 +7,7 @@ FP8 matmuls sum over multiples of 16, or over whole blocks; each of the three si
     dW = dy^T x     [out, in]        over the tokens
 """
 
+import glob
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -251,6 +252,16 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
     for prefix in words[1::2] if weighted else words:
         if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
             fix = "make them with nanomegatron preprocess"
+            near = sorted(Path(p).with_suffix("") for p in glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
+            if Path(prefix).is_dir():
+                fix = (
+                    "it is a folder; give a prefix, such as one that nanomegatron preprocess --input it makes"
+                )
+                fix = fix.replace(" it makes", f" {prefix} makes")
+            elif prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
+                fix = f"leave the ending out: {prefix[:-4]}"
+            elif near:
+                fix = f"did you mean {' or '.join(map(str, near[:3]))}?"
             if len(prefix.split()) > 1:
                 fix = "a blend is several words: leave the quotes out"
             yield f"{where} {prefix}: no file {' and '.join(missing)}; {fix}"

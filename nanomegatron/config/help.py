@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from nanomegatron.config.megatron import megatron_flags
 from nanomegatron.config.rules import declared, flag
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
@@ -91,8 +92,9 @@ def suggest_flags(name: str, settings: dict[str, dataclasses.Field]) -> str:
         shown = flag(s.name) + "".join(f" (--{alias})" for alias in s.metadata["aliases"])
         own |= dict.fromkeys((flag(s.name)[2:], *s.metadata["aliases"]), shown)
     known = {theirs: own.get(ours[2:], ours) for theirs, ours in OTHER_NAMES.items()} | own
+    known = {name: flag(name) for name in megatron_flags()["spellings"] if " " not in name} | known
     word = word if word in known else word.removeprefix("no-")
-    almost, close = (difflib.get_close_matches(word, known, 1, cutoff) for cutoff in (0.85, 0.6))
+    almost, close = (difflib.get_close_matches(word, known, 1, cutoff) for cutoff in (0.85, 0.7))
     parts = [key for key in own if key.startswith(word) or key.endswith(f"-{word}")]
     options = dict.fromkeys(known[k] for k in almost or parts * (len(parts) <= MOST_SUGGESTED) or close)
     others = "; --help all lists every flag, --help WORD those with a word"

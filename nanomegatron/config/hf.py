@@ -287,6 +287,11 @@ def _experts(hf: dict, family: str) -> dict[str, Any]:
         raise ValueError(f"mlp_only_layers = {dense!r:.80}: must be a list of layers")
     if not _positive(step, int):
         raise ValueError(f"decoder_sparse_step = {step!r:.80}: must be a number above 0")
+    keys = FAMILIES[family]["keys"]
+    experts, chosen = (hf[keys[name].rstrip("?")] for name in ("num_experts", "moe_router_topk"))
+    if chosen > experts:
+        key = keys["moe_router_topk"]
+        raise ValueError(f"{key} = {chosen}: must be at most {keys['num_experts']} = {experts}")
     on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
     return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}

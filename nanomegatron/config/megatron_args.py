@@ -45,6 +45,32 @@ def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
     return None
 
 
+def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
+    """What is at `root` in place of a checkpoint and what to give instead, as the end of a message; or ""."""
+    root = Path(root)
+    runs = [folder for folder in (root / "ckpt", root / "hf") if folder.is_dir()]
+    if runs and not any(root.glob("iter_*")):
+        return f"; it holds {runs[0].name}/: give {runs[0]}"
+    if re.fullmatch(r"iter_\d{7,18}", root.name) and (root / "manifest.json").is_file():
+        return f"; it is one iteration: give {root.parent}, with --ckpt-step {int(root.name[5:])}"
+    if pickle := next((path.name for path in sorted(root.glob("pytorch_model*.bin"))), ""):
+        return f"; {pickle} is a pickle, which is not read: save it again with transformers' save_pretrained"
+    if (root / "config.json").is_file():
+        return "; it has a config.json and no model.safetensors: copy the weights there too"
+    there = sorted(path.name for path in root.glob("*") if re.fullmatch(r"release|iter_\d+", path.name))
+    if there and step is not None:
+        return f"; --ckpt-step {step}: it has {', '.join(there[-4:])}"
+    if there and (root / TRACKER).is_file():
+        with open(root / TRACKER, "rb") as file:
+            text = file.read(20).decode(errors="replace").strip()
+        return (
+            f"; its {TRACKER} says {text!r}, and there are {', '.join(there[-4:])}: write one of them there"
+        )
+    if there:
+        return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give --load {root / there[-1]}"
+    return "" if root.is_dir() else "; there is no such folder"
+
+
 def pickled_state(path: Path) -> dict[str, Any]:
     """Return what torch.save has written to a file, with a Record for each object. Raises ValueError."""
     try:
