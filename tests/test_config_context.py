@@ -59,9 +59,9 @@ CP 4 SIZES 2 4 TYPE a2a+p2p | 4 | SIZES 2 4: must have the product of CP 4 | suc
 CP 4 SIZES 0 4 TYPE a2a+p2p | 4 | SIZES 0 4: each must be greater than 0
 CP 4 SIZES 2 TYPE a2a+p2p | 4 | SIZES 2: takes 2 values
 CP 3 TYPE a2a HEADS 8 | 3 | TYPE a2a: 8 query heads must be a multiple of 3 ranks; use p2p or allgather
-CP 4 TP 4 TYPE a2a | 16 | TYPE a2a: 2 query heads of a tp rank multiple of 4 ranks; use p2p or allgather
+CP 4 TP 4 TYPE a2a | 16 | TYPE a2a: 2 query heads of a tp rank | multiple of 4 ranks; use p2p or allgather
 CP 4 HEADS 12 GROUPS 6 --hidden-size 96 TYPE a2a | 4 | 6 key/value heads must be a multiple of 4 ranks or
-CP 6 HEADS 12 GROUPS 4 --hidden-size 96 TYPE a2a+p2p SIZES 6 1 | 6 | 4 key/value heads must | divide them
+CP 6 HEADS 12 GROUPS 4 --hidden-size 96 TYPE a2a+p2p SIZES 6 1 | 6 | 4 key/value heads must be | or a divisor
 CP 4 --attention-dropout 0.1 | 4 | --attention-dropout 0.1: there is none with CP 4; set --attention-dropout 0
 CP 2 --reset-attention-mask MICRO 2 | 2 | MICRO 2: must be 1 for documents (--reset-attention-mask) over CP 2
 LENGTHS MICRO 2 | 1 | MICRO 2: must be 1 with LENGTHS, which packs documents
@@ -78,15 +78,15 @@ CP 2 DYNAMIC LENGTHS MOST 47 | 2 | MOST 47: x CP 2 = 94: must hold --seq-length 
 CP 2 DYNAMIC LENGTHS MOST 0 | 2 | MOST 0: must be greater than 0
 CP 5 | 5 | --seq-length 96: must be a multiple of 2 x CP 5 = 10; nearest 90 or 100
 CP 3 TP 2 --sp --seq-length 10 | 6 | --seq-length 10: must be a multiple of CP 3 x TP 2 = 6; nearest 6 or 12
-CP 2 TP 8 --sp --seq-length 40 | 16 | --seq-length 40: multiple of CP 2 x TP 8 = 16; nearest 32 or 48
-CP 2 TP 3 --sp HEADS 6 --hidden-size 96 --seq-length 90 | 6 | divide by 2 x CP 2 x TP 3 = 12; nearest 84
+CP 2 TP 8 --sp --seq-length 40 | 16 | --seq-length 40: | multiple of CP 2 x TP 8 = 16; nearest 32 or 48
+CP 2 TP 3 --sp HEADS 6 --hidden-size 96 --seq-length 90 | 6 | multiple of 2 x CP 2 x TP 3 = 12; nearest 84
 TP 5 --sp HEADS 5 --hidden-size 100 | 5 | --seq-length 96: must be a multiple of TP 5; nearest 95 or 100
 CP 2 TP 2 | 6 | TP 2 x CP 2: must divide the number of processes, 6; use --nproc 8 or a size of 1, 2, 3, 6
 CP 2 --train-samples 8 | 1 | CP 2: must divide the number of processes, 1; use --nproc 2 or a size of 1
 CP 4 | 2 | CP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
 CP 2 TP 2 PP 2 --dp 3 | 8 | --data-parallel-size 3: 8 processes / TP 2 / CP 2 / PP 2 give 1; start 24
 CP 2 --dp 2 | 2 | --data-parallel-size 2: 2 processes / CP 2 give 1; start 4 processes
-CP 2 --global-batch-size 6 | 8 | --global-batch-size 6: multiple of MICRO 1 x dp 4 = 4; nearest 4 or 8
+CP 2 --global-batch-size 6 | 8 | --global-batch-size 6: | multiple of MICRO 1 x dp 4 = 4; nearest 4 or 8
 CP 2 --bf16 --fp8-format hybrid --seq-length 112 | 2 | 112 x MICRO 1 / cp 2 = 56: must | 96 or 128
 CP 2 TP 2 --sp --bf16 --fp8-format e4m3 --seq-length 96 | 4 | / cp 2 / tp 2 = 24: | --seq-length 64 or 128
 """

@@ -90,18 +90,18 @@ WRONG_FP8 = """
 --first-last-layers-bf16 --num-layers-at-end-in-bf16 -1 --fp8-recipe rowwise | 1 | -1: must be at least 0
 --first-last-layers-bf16 --num-layers-at-start-in-bf16 3 --fp8-recipe rowwise | 1 | none of | at most 3
 --hidden-size 72 | 1 | --hidden-size 72: must be a multiple of 16 for FP8; nearest --hidden-size 64 or 80
---hidden-size 72 --kv-channels 16 | 1 | --hidden-size 72: multiple of 16 for FP8; nearest --hidden-size 64
+--hidden-size 72 --kv-channels 16 | 1 | --hidden-size 72: | multiple of 16 for FP8; nearest --hidden-size 64
 --hidden-size 80 --tp 2 | 2 | head size 20 x 2 query heads of a tp rank = 40: | nearest --hidden-size 64 or 96
---kv-channels 18 | 1 | head size 18 x 4 query heads = 72: multiple of 16 | nearest --kv-channels 16 or 20
+--kv-channels 18 | 1 | head size 18 x 4 query heads = 72: | multiple of 16 | nearest --kv-channels 16 or 20
 --num-query-groups 2 --kv-channels 12 --tp 2 | 2 | 2 query heads of a tp rank = 24: | --kv-channels 8 or 16
 --num-attention-heads 8 --num-query-groups 1 --kv-channels 4 | 1 | 2 x 1 key/value heads = 40: | -channels 8
---ffn-hidden-size 100 | 1 | --ffn-hidden-size 100 = 100: multiple of 16 | --ffn-hidden-size 96 or 112
+--ffn-hidden-size 100 | 1 | --ffn-hidden-size 100 = 100: | multiple of 16 | --ffn-hidden-size 96 or 112
 --ffn-hidden-size 80 --tp 2 | 2 | --ffn-hidden-size 80 / tp 2 = 40: must be a multiple of 16 | 64 or 96
---seq-length 40 | 1 | --seq-length 40 x --micro-batch-size 1 = 40: multiple of 16 | --seq-length 32 or 48
+--seq-length 40 | 1 | --seq-length 40 x --micro-batch-size 1 = 40: | multiple of 16 | --seq-length 32 or 48
 --seq-length 20 --micro-batch-size 2 | 1 | --seq-length 20 x --micro-batch-size 2 = 40: | 16 or 24
 --seq-length 48 --tp 2 --sp | 2 | --seq-length 48 x --micro-batch-size 1 / tp 2 = 24: | --seq-length 32 or 64
---fp8-recipe blockwise --seq-length 128 | 1 | --hidden-size 64: multiple of 128 for | --hidden-size 128
-ROWWISE {EXPERTS} --moe-ffn-hidden-size 40 | 1 | --moe-ffn-hidden-size 40 = 40: multiple of 16 | 32 or 48
+--fp8-recipe blockwise --seq-length 128 | 1 | --hidden-size 64: | multiple of 128 for | --hidden-size 128
+ROWWISE {EXPERTS} --moe-ffn-hidden-size 40 | 1 | --moe-ffn-hidden-size 40 = 40: | multiple of 16 | 32 or 48
 ROWWISE {EXPERTS} --ffn-hidden-size 40 | 1 | --ffn-hidden-size 40 = 40: must be a multiple of 16 | 32 or 48
 ROWWISE {EXPERTS} --moe-ffn-hidden-size 48 --tp 2 --sp | 2 | 48 / expert tp 2 = 24: | 32 or 64
 ROWWISE {EXPERTS} --moe-ffn-hidden-size 48 --moe-layer-freq 2 --ffn-hidden-size 40 | 1 | -size 40 =

@@ -105,7 +105,7 @@ E 4 EP 3 | 3 | E 4: must be a multiple of EP 3; nearest 3 or 6
 E 4 EP 4 | 2 | EP 4 x ETP 1 = 4: must divide 2 processes; use --nproc 4
 E 4 EP 2 ETP 2 --pp 2 | 6 | EP 2 x ETP 2 = 4: must divide 6 processes / pp 2 = 3; use --nproc 8
 E 4 TP 2 --no-sp | 2 | TP 2: needs SP with E, or ranks route the same tokens
-E 4 TP 2 SP --moe-ffn-hidden-size 65 | 2 | --moe-ffn-hidden-size 65: multiple of ETP 2; nearest 64 or 66
+E 4 TP 2 SP --moe-ffn-hidden-size 65 | 2 | --moe-ffn-hidden-size 65: | multiple of ETP 2; nearest 64 or 66
 E 4 TP 2 SP --ffn-hidden-size 65 ETP 1 FREQ 2 | 2 | --ffn-hidden-size 65: must be a multiple of TP 2
 E 4 TP 2 SP SHARED 65 | 2 | SHARED 65: must be a multiple of TP 2; nearest 64 or 66
 E 4 EP 2 --variable-seq-lengths | 2 | DISPATCHER allgather: must be alltoall with --variable-seq-lengths

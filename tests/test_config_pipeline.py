@@ -62,7 +62,7 @@ PP 2 GROUP 4 | 2 | GROUP 4: is for SCHEDULE interleaved, not 1f1b
 PP 4 VPP 2 GROUP 3 | 4 | GROUP 3: must be at least PP 4
 PP 4 GROUP 0 VPP 2 | 4 | GROUP 0: must be at least PP 4
 PP 3 | 3 | --num-layers 8: must be a multiple of 3 pipeline ranks; | or SPLIT flops
-PP 2 VPP 3 | 2 | --num-layers 8: multiple of 2 pipeline ranks x 3 pieces; nearest --num-layers 6 or 12
+PP 2 VPP 3 | 2 | --num-layers 8: | multiple of 2 pipeline ranks x 3 pieces; nearest --num-layers 6 or 12
 PP 2 FIRST 0 | 2 | FIRST 0: must be greater than 0
 PP 2 FIRST 3 LAST 4 | 2 | --num-layers 8: FIRST 3 LAST 4 make 7; leave one out
 PP 4 SCHEDULE zb-v LAST 2 | 4 | LAST 2: the last stage is on rank 0, as the first; use FIRST

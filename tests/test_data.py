@@ -286,7 +286,7 @@ def test_build_datasets_from_one_path_or_three(tmp_path):
             None,
             "--data-path 1 d d d: a weight above 0 before every prefix",
         ),
-        (dict(data_path=("gone",)), None, "gone.idx: no such file; run preprocess.py"),
+        (dict(data_path=("gone",)), None, "gone.idx: no such file; run nanomegatron preprocess"),
         (dict(data_path=("d.bin",)), None, "the prefix is given without .bin or .idx"),
         (dict(data_path=("d",), split="x"), None, "--split x"),
         (dict(data_path=("d",), seq_length=4096), None, "train data: .* takes --seq-length . 1 = 4097"),
