@@ -108,7 +108,7 @@ WRONG = """
 --kv-channels 15 --position-embedding-type rope | 1 | head size 15: must be even | --kv-channels
 --max-position-embeddings 16 | 1 | --max-position-embeddings 16: must be at least --seq-length 32
 --tp 3 | 3 | --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3
---tp 4 --num-attention-heads 24 --hidden-size 96 --num-query-groups 6 | 4 | --num-query-groups 6: must divide
+--tp 4 --num-attention-heads 24 --hidden-size 96 --num-query-groups 6 | 4 | --num-query-groups 6: must be a
 --tp 4 --ffn-hidden-size 130 | 4 | --ffn-hidden-size 130: | nearest 128 or 132
 --tp 4 | 2 | --tensor-model-parallel-size 4: | --nproc 4 | 1, 2
 --dp 3 | 2 | --data-parallel-size 3: | --nproc
@@ -131,7 +131,7 @@ WRONG = """
 --lr-decay-style WSD | 1 | --lr-decay-style WSD: needs --lr-wsd-decay-iters
 --lr-decay-style WSD --lr-wsd-decay-iters 20 | 1 | --lr-wsd-decay-iters 20: | longer than the decay's 10
 --train-samples 100 | 1 | --train-iters 10 --train-samples 100: give one
---data-path x | 1 | --data-path x: no file x.bin and x.idx | preprocess.py
+--data-path x | 1 | --data-path x: no file x.bin and x.idx | nanomegatron preprocess
 --data-path x | 1 | --data-path, --mock-data: data from 2 places
 --valid-data-path y | 1 | --valid-data-path y: needs --train-data-path
 --split 0,1,1 | 1 | --split 0,1,1: must be up to three numbers | 99,1,0
