@@ -71,7 +71,7 @@ def test_without_it_another_batch_is_an_error():
         (
             3,
             "",
-            "--global-batch-size 8: must be a multiple of --micro-batch-size 2 x dp 3 = 6; 1 or 2 or 4 processes",
+            "--global-batch-size 8: must be a multiple of --micro-batch-size 2 x dp 3 = 6; 1 or 2 or 4 ",
         ),
         (8, "", "--micro-batch-size 2 x dp 8 = 16; 1 or 2 or 4 processes can share it"),
         (6, "--tp 2", "--micro-batch-size 2 x dp 3 = 6; 2 or 4 or 8 processes can share it"),
