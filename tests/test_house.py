@@ -10,7 +10,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6597,
     "checkpoint": 4683,
-    "commands": 1768,
+    "commands": 1770,
     "config": 3835,
     "data": 3149,
     "debug": 1120,
