@@ -37,7 +37,7 @@ import torch
 from nanomegatron import comm
 from nanomegatron.build import build, build_executor, build_optimizer, install, paths_for
 from nanomegatron.checkpoint.resume import load_checkpoint, new_saver, save_if_due, save_last
-from nanomegatron.checkpoint.source import data_samples, with_saved_schedule
+from nanomegatron.checkpoint.source import check_tokenizer, data_samples, with_saved_schedule
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
@@ -234,6 +234,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     config = with_saved_schedule(config, mesh)
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
+    check_tokenizer(config, mesh, tokenizer)
     vocab_size = data.vocab_size or tokenizer.vocab_size
     if tokenizer.vocab_size > vocab_size:
         other = ", or data of the tokenizer that the model of --load has" if config.checkpoint.load else ""

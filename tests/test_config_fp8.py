@@ -136,8 +136,10 @@ def test_all_errors_come_together():
     assert all(map(str.startswith, messages, beginnings))
 
 
-def test_a_shape_that_is_missing_is_all_that_is_told():
-    messages = errors_of("--num-layers 2 --bf16 --fp8-format hybrid --mock-data --vocab-size 9")
+def test_a_shape_that_is_missing_is_all_that_is_told(tmp_path):
+    (tmp_path / "part.toml").write_text("num-layers = 2\n")
+    part = f"--config {tmp_path}/part.toml"
+    messages = errors_of(f"{part} --bf16 --fp8-format hybrid --mock-data --vocab-size 9")
     assert [m.split(":")[0] for m in messages] == ["--hidden-size", "--num-attention-heads"]
     assert len(errors_of(f"{FP8} --tp 0")) == len(errors_of(f"{GOOD} --tp 0"))
     messages = errors_of(f"{FP8} --tp 2 --ffn-hidden-size 65", 2)

@@ -378,7 +378,7 @@ def test_everything_that_does_not_fit_is_said_at_once(folders):
 def test_bad_folders(folders, tmp_path):
     (tmp_path / "config.json").write_text((folders("llama")[1] / "config.json").read_text())
     assert not is_hf_folder(tmp_path)
-    with pytest.raises(ValueError, match="no model.safetensors$"):
+    with pytest.raises(ValueError, match="no model.safetensors; it has a config.json and no weights: copy"):
         ours(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match="no model.safetensors; pytorch_model.bin is a pickle"):

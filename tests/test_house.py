@@ -9,9 +9,9 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6597,
-    "checkpoint": 4683,
+    "checkpoint": 4698,
     "commands": 1770,
-    "config": 3835,
+    "config": 3853,
     "data": 3149,
     "debug": 1120,
     "fast": 3280,

@@ -188,7 +188,7 @@ def test_each_kind_of_folder_is_told_from_the_other(oracle, tmp_path, capsys):
     assert run("nanomegatron", "hf", tmp_path / "theirs", tmp_path / "out") == 2
     assert "is of Megatron-LM; give --source megatron-core" in capsys.readouterr().err
     assert run("megatron", "hf", tmp_path / "ours", tmp_path / "out") == 2
-    assert "is of nanomegatron; give --source nanomegatron" in capsys.readouterr().err
+    assert "is of nanomegatron, give --source nanomegatron" in capsys.readouterr().err
 
 
 STEPS = (

@@ -8,8 +8,10 @@ from nanomegatron.checkpoint.hf import Folder
 from nanomegatron.commands.plan import known_gpu
 from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
+from nanomegatron.config.early import early_answer
 from nanomegatron.config.hf import settings_of
 from nanomegatron.config.megatron_args import why_no_checkpoint
+from nanomegatron.data.tokenizer import build_tokenizer
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_local_experts": 2}
@@ -21,7 +23,7 @@ MIXTRAL |= {"max_position_embeddings": 64}
     [
         (["ckpt/iter_0000010/manifest.json"], "give {0}/ckpt"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin is a pickle"),
-        (["config.json"], "no model.safetensors"),
+        (["config.json"], "no weights: copy model.safetensors there"),
         (["iter_0000010/.metadata"], "no latest_checkpointed_iteration.txt, and there are iter_0000010"),
         (
             ["iter_0000010/.metadata", "latest_checkpointed_iteration.txt"],
@@ -40,6 +42,13 @@ def test_an_iteration_is_not_the_folder_of_checkpoints(tmp_path):
     (tmp_path / "iter_0000010").mkdir()
     (tmp_path / "iter_0000010" / "manifest.json").touch()
     assert f"give {tmp_path}, with --ckpt-step 10" in why_no_checkpoint(tmp_path / "iter_0000010")
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "SentencePieceTokenizer"])
+def test_a_pointer_of_git_lfs_is_no_tokenizer(kind, tmp_path):
+    (tmp_path / "tokenizer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match="tokenizer: a pointer of git-lfs.*run git lfs pull"):
+        build_tokenizer(kind, model=str(tmp_path / "tokenizer"))
 
 
 def test_a_pointer_of_git_lfs_is_no_weight_file(tmp_path):
@@ -74,3 +83,18 @@ def test_flags_and_gpus_near_known_ones():
     assert known_gpu("rtx4090") == ("rtx4090", 24.0)
     with pytest.raises(ValueError, match="--gpu H10: none of .*H100.*did you mean"):
         known_gpu("H10")
+
+
+@pytest.mark.parametrize(
+    "name, says", [("bin", "pytorch_model.bin is a pickle"), ("runs/x", "it holds ckpt/: give runs/x/ckpt")]
+)
+def test_a_wrong_load_is_answered_before_anything_is_built(name, says, tmp_path, monkeypatch, capsys):
+    """By the command, before torch is imported: exit code 3, and no folder of the run."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pytorch_model.bin").touch()
+    (tmp_path / "runs/x/ckpt/iter_0000002").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    flags = "--run-name y --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --load"
+    assert early_answer([*flags.split(), name]) == 3
+    assert f"--load {name}: no checkpoint there; {says}" in capsys.readouterr().err
+    assert not (tmp_path / "runs/y").exists()

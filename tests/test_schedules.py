@@ -333,7 +333,7 @@ def test_command_line(capsys, monkeypatch):
     code, out = run(capsys, *"--stages 2 --microbatches 2 --schedule zb-h1".split())
     assert code == 0 and out.out.splitlines()[1].count("\x1b[48;5;") == 6 and "forward" in out.out
     code, out = run(capsys, "--microbatches", "0")
-    assert code == 2 and out.err == "schedules: 0 microbatches: a schedule needs at least one\n"
+    assert code == 2 and out.err == "nanomegatron schedules: 0 microbatches: a schedule needs at least one\n"
 
 
 def test_drawing(tmp_path, capsys, monkeypatch):
@@ -350,7 +350,7 @@ def test_drawing(tmp_path, capsys, monkeypatch):
     assert code == 2 and "xyz" in out.err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out = run(capsys, "--png", "a.png")
-    assert code == 2 and out.err == "schedules: a.png needs matplotlib: pip install matplotlib\n"
+    assert code == 2 and out.err == "nanomegatron schedules: a.png needs matplotlib: pip install matplotlib\n"
 
 
 def test_needs_no_torch():

@@ -276,7 +276,7 @@ def test_load_of_no_folder_is_an_error_before_torch_is_imported(corpus, tmp_path
     said = "  --load org/name: no checkpoint there; nothing is fetched here: hf download org/name --local-dir"
     for flags in ("", "--save ckpt", "--finetune"):
         title, message, exit_code = answer("--load org/name", flags)
-        assert title == "train.py: 1 error, nothing was started" and message.startswith(said)
+        assert title == "nanomegatron train: 1 error, nothing was started" and message.startswith(said)
         assert int(exit_code) == run_exit.NO_CHECKPOINT
     assert "; train from scratch without --load" in answer("--load runs/no/ckpt")[1]
     assert not [*tmp_path.iterdir()]

@@ -14,6 +14,7 @@ memory-mapped: a rank that copies its slice of a tensor reads only that slice.
 
 import re
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import why_no_checkpoint
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.config.user_files import read_json
+from nanomegatron.config.user_files import check_file, read_json
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
@@ -93,7 +94,6 @@ output_layer                                    lm_head
 WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL, "phi3": LLAMA + PHI3}
 WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
 WEIGHT_TABLES |= dict.fromkeys(("olmo2", "gemma2", "gemma3_text"), LLAMA + NORMS_AFTER)
-LFS_POINTER = b"version https://git-lfs"
 HEADER = ".header"  # NAME.header: the bytes of weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 TOKENIZER_FILES = {  # names of our tokenizers' files in a Hugging Face folder
@@ -186,10 +186,9 @@ class Folder:
         self.files = weight_files(self.path)
         self.tensors, self.file_of = {}, {}  # read only when accessed
         for name in self.files:
+            if (self.path / name).exists():
+                check_file(self.path / name, sys.maxsize)  # it says why, if reading is not allowed
             try:
-                with open(self.path / name, "rb") as file:  # it says why, if that is not allowed
-                    if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                        raise ValueError("a pointer of git-lfs, not the weights; run git lfs pull there")
                 with safe_open(self.path / name, "pt") as file:
                     found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             except (OSError, ValueError, SafetensorError) as error:

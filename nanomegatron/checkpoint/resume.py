@@ -156,7 +156,6 @@ def load_checkpoint(run: Run) -> None:
     if found and not begins and ("hf" in found[0] or "iteration" not in found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     if found:
-        check_data(run, root, found[0], resumes=not begins)  # before shapes of embeddings are compared
         check_model(run, source, found[1])
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
@@ -175,6 +174,7 @@ def load_checkpoint(run: Run) -> None:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
     warn_once(run, loaded.notes)
+    check_data(run, root, loaded.state, resumes=not begins)
     if only_weights:
         keep_source(run, root)
     else:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.batch import batch_size_at, samples_before
-from nanomegatron.config.cli import from_toml, to_toml
+from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import effective
 from nanomegatron.config.rules import flag
 from nanomegatron.config.settings import Config
+from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.lr_schedule import schedules
 from nanomegatron.mesh import Mesh
 
@@ -103,6 +104,21 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     if note and mesh.rank == 0:
         warn(f"{note}: samples may be in another order, some come again and others never")
     return counts if counts and wanted <= counts[-1] else [*counts, wanted]
+
+
+def check_tokenizer(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError, on all ranks, if a run resumes with a tokenizer that gives other ids.
+
+    Before anything is built for its vocabulary. --allow-data-change allows it.
+    """
+    source = find_source(config, mesh)
+    found = source.saved(mesh)
+    if found is None or config.checkpoint.allow_data_change:
+        return
+    if found[0].get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
+        change = f"tokenizer {found[0].get('tokenizer')} -> {tokenizer.spec}, which gives other ids"
+        fix = "give the same; --allow-data-change resumes with this one, --finetune starts at step 0"
+        raise ConfigError([f"{change}: {source.root} was trained with the first; {fix}"])
 
 
 def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.help import help_text
+from nanomegatron.config.megatron_args import TRACKER, why_no_checkpoint
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
 
@@ -51,7 +52,7 @@ def missing_load(config: Config) -> str:
     Under torchrun a process may be on a machine that does not see the folder: that is seen later, on all.
     """
     load, save, name = config.checkpoint.load, config.checkpoint.save, config.run.run_name
-    if not load or Path(load).exists() or "RANK" in os.environ:
+    if not load or "RANK" in os.environ or may_be_checkpoint(Path(load)):
         return ""
     if save and Path(save).resolve() == Path(load).resolve():
         return ""
@@ -61,7 +62,14 @@ def missing_load(config: Config) -> str:
     own = [Path(save)] if save else [path.parent / "ckpt" for path in named]
     if any(any(folder.glob("iter_*")) for folder in own):
         return ""
-    return f"--load {load}: no checkpoint there{hub_hint(load) or '; train from scratch without --load'}"
+    why = why_no_checkpoint(load) if Path(load).exists() else hub_hint(load)
+    return f"--load {load}: no checkpoint there{why or '; train from scratch without --load'}"
+
+
+def may_be_checkpoint(path: Path) -> bool:
+    """Whether something is there that one of the readers of checkpoints may take, whole or damaged."""
+    kinds = ("iter_*", "release", TRACKER, "*.safetensors", "*.index.json", "*.distcp", "mp_rank_*")
+    return path.exists() and not path.is_dir() or any(any(path.glob(kind)) for kind in kinds)
 
 
 def processes_of_torchrun(without: int | None = None) -> int:

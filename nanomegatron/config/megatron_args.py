@@ -56,7 +56,7 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
     if pickle := next((path.name for path in sorted(root.glob("pytorch_model*.bin"))), ""):
         return f"; {pickle} is a pickle, which is not read: save it again with transformers' save_pretrained"
     if (root / "config.json").is_file():
-        return "; it has a config.json and no model.safetensors: copy the weights there too"
+        return "; it has a config.json and no weights: copy model.safetensors there too"
     there = sorted(path.name for path in root.glob("*") if re.fullmatch(r"release|iter_\d+", path.name))
     if there and step is not None:
         return f"; --ckpt-step {step}: it has {', '.join(there[-4:])}"
@@ -67,7 +67,7 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
             f"; its {TRACKER} says {text!r}, and there are {', '.join(there[-4:])}: write one of them there"
         )
     if there:
-        return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give --load {root / there[-1]}"
+        return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give {root / there[-1]}"
     return "" if root.is_dir() else "; there is no such folder"
 
 

@@ -18,15 +18,23 @@ from typing import Any
 
 MOST_SETTINGS = 2**26  # of settings and records
 MOST_VOCABULARY = 2**30  # of a tokenizer's file
+LFS_POINTER = b"version https://git-lfs"
 NESTED = "nested too deeply"
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 JSON_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
 
 
 def check_file(path: str | Path, most: int = MOST_SETTINGS) -> None:
-    """Raise ValueError unless it is a regular file of at most `most` bytes; FileNotFoundError if none is."""
+    """Raise ValueError unless it is a regular file of at most `most` bytes; FileNotFoundError if none is.
+
+    What git-lfs leaves in place of a large file that is still to be fetched is none.
+    """
+    start = b""
     try:
         info = os.stat(path)
+        if stat.S_ISREG(info.st_mode):
+            with open(path, "rb") as file:
+                start = file.read(len(LFS_POINTER))
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -36,6 +44,8 @@ def check_file(path: str | Path, most: int = MOST_SETTINGS) -> None:
         raise ValueError(f"{path}: is {kind}; give a regular file")
     if info.st_size > most:
         raise ValueError(f"{path}: has {info.st_size} bytes; must have at most {most}")
+    if start == LFS_POINTER:
+        raise ValueError(f"{path}: a pointer of git-lfs, not the file itself; run git lfs pull there")
 
 
 def read_bytes(path: str | Path, most: int = MOST_SETTINGS) -> bytes:
