@@ -53,7 +53,7 @@ def count_traffic(axis: Axis, kind: str, *tensors: torch.Tensor) -> Call:
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
-            f"dim {dim} of {tuple(x.shape)} does not divide by the {axis.size} ranks of {axis.name}"
+            f"dim {dim} of {tuple(x.shape)} must be a multiple of the {axis.size} ranks of {axis.name}"
         )
 
 

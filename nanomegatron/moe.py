@@ -294,7 +294,7 @@ class GroupedExperts(nn.Module):
         h, f = config.hidden_size, config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
             sizes = f"ep {ep.size}, etp {etp.size}"
-            raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")
+            raise ValueError(f"{config.num_experts} experts of {f} features must be multiples of {sizes}")
         self.config, self.mesh, self.name = config, mesh, init.name
         self.act, self.recompute = activation, config.recomputes("moe_act")
         local = config.num_experts // ep.size

@@ -180,7 +180,7 @@ class ColumnParallelLinear(nn.Module):
         for part, (size, copies) in self.sizes.items():
             if size * copies % tp.size or tp.size % copies:
                 of = f"{size} output features" + f", {copies} ranks each," * (copies > 1)
-                raise ValueError(f"{init.name}.{part}: {of} do not divide by tp {tp.size}")
+                raise ValueError(f"{init.name}.{part}: {of} must be a multiple of tp {tp.size}")
         self.weight = new_parameter(self._spec("weight", (input_size,), init), init)
         spec = replace(self._spec("bias", (), init), writes_grad=not skip_bias_add)
         self.bias = new_parameter(spec, init, fill=0.0) if bias else None
@@ -233,7 +233,7 @@ class RowParallelLinear(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         if input_size % tp.size:
-            raise ValueError(f"{init.name}: {input_size} input features do not divide by tp {tp.size}")
+            raise ValueError(f"{init.name}: {input_size} input features must be a multiple of tp {tp.size}")
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
         spec = ParamSpec((part,), (output_size, input_size // tp.size), writes_grad=True)
         self.weight = new_parameter(spec, init)

@@ -47,7 +47,7 @@ def plain_collectives(mesh):
     check(comm.broadcast_(mine.clone(), axis, source=1), xs[1])
     check(comm.all_reduce_(mine.clone(), axis), stack.sum(0))
     comm.barrier(axis)
-    with pytest.raises(ValueError, match=rf"\(3, 2\) does not divide by the {n} ranks of tp"):
+    with pytest.raises(ValueError, match=rf"\(3, 2\) must be a multiple of the {n} ranks of tp"):
         comm.reduce_scatter(torch.zeros(3, 2), axis)
 
 

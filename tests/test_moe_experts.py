@@ -251,7 +251,7 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
 
 def test_what_does_not_divide_is_refused():
     for axes in axes_of(ep=3), axes_of(etp=5):
-        with pytest.raises(ValueError, match="4 experts of 24 features do not divide by"):
+        with pytest.raises(ValueError, match="4 experts of 24 features must be multiples of"):
             GroupedExperts(BASE, axes, INIT, activation(BASE))
 
 

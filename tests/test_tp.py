@@ -314,9 +314,9 @@ def test_biases_report_each_contribution(how):
 
 def test_sizes_that_do_not_divide_are_refused():
     axis = Axis("tp", 4, 0, (0, 1, 2, 3))
-    with pytest.raises(ValueError, match="qkv.k: 6 output features do not divide by tp 4"):
+    with pytest.raises(ValueError, match="qkv.k: 6 output features must be a multiple of tp 4"):
         ColumnParallelLinear(8, {"q": 8, "k": 6}, axis, Init(name="qkv"))
-    with pytest.raises(ValueError, match="proj: 10 input features do not divide by tp 4"):
+    with pytest.raises(ValueError, match="proj: 10 input features must be a multiple of tp 4"):
         RowParallelLinear(10, 8, axis, Init(name="proj"))
 
 

@@ -90,7 +90,7 @@ def test_one_barrier_a_call_is_enough(mesh, tmp_path):
 
 @spmd(world=2, tp=2)
 def test_odd_rows_are_refused(mesh):
-    with pytest.raises(ValueError, match="5 rows do not divide by the 2 ranks of tp"):
+    with pytest.raises(ValueError, match="5 rows must be a multiple of tp 2"):
         matmul_scatter(torch.zeros(5, 2), torch.zeros(2, 2), mesh.tp)
 
 

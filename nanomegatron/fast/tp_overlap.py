@@ -149,7 +149,7 @@ def scatter_products(
     """
     n, left = divmod(len(whole), axis.size)
     if left:
-        raise ValueError(f"{len(whole)} rows do not divide by the {axis.size} ranks of {axis.name}; pad them")
+        raise ValueError(f"{len(whole)} rows must be a multiple of {axis.name} {axis.size}; pad them")
     if axis.size == 1:
         multiply(slice(0, n), whole)
         return Pending(whole)
