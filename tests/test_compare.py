@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanomegatron.commands import compare, page, runs
@@ -248,6 +249,16 @@ def test_damaged_settings_are_an_error(capsys):
     (write_run("a", [4.0]) / "config.toml").write_text("no-such-key = 1")
     assert compare.main(["a"]) == 2
     assert "a: damaged settings or records (config: unknown key no-such-key" in capsys.readouterr().err
+
+
+def test_the_picture_has_each_step_and_a_smoothed_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    losses = [(float(i), 3.0 + (-1) ** i) for i in range(200)]
+    axes = compare.draw_curves([("a", losses, [(199.0, 3.0)]), ("b", losses, [])], tmp_path / "x.png")
+    assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == ["a", "b"]
+    thin, smooth = axes.lines[:2]
+    assert np.ptp(thin.get_ydata()) == 2 and np.ptp(smooth.get_ydata()[10:]) < 0.4
+    assert smooth.get_linestyle() != axes.lines[4].get_linestyle(), "runs that agree are both seen"
 
 
 def test_a_picture_needs_matplotlib_and_nothing_else_does(capsys, monkeypatch):

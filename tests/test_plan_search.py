@@ -19,7 +19,7 @@ from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.rules import values_of
 from nanomegatron.plan import memory
 from nanomegatron.plan.cluster import load_cluster
-from nanomegatron.plan.draw import BAR_WIDTH, bar, draw_bars, memory_parts, signs
+from nanomegatron.plan.draw import BAR_WIDTH, MEMORY, bar, draw_bars, groups, memory_parts, signs
 from nanomegatron.plan.layer import Machine, Sizes, sizes_of
 from nanomegatron.plan.layer_time import LayerTimes, layer_times
 from nanomegatron.plan.memory import OpOrder, StageChunk, chunk_memory, memory_of_ranks, pipeline_order
@@ -263,12 +263,24 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     assert path.stat().st_size > 10_000 and f"plot    {path}" in out
     lost = [line for line in out.splitlines() if line.startswith("not") and "does not fit" not in line]
     assert len({line.split(",")[0] for line in lost}) < len(lost) + 1 == plan.LAYOUTS_SHOWN, "words repeat"
-    figure = draw_bars(searched(EIGHT_B, 8)[0][:5], 80, path)
-    for axes in figure.axes:
-        labels = [label.get_text() for label in axes.get_yticklabels()]
-        assert len({*labels}) == len(labels) == 5 and all(", micro " in label for label in labels)
+    best = searched(EIGHT_B, 8)[0][:5]
+    figure = draw_bars(best, 80, path)
+    memory, time = figure.axes
+    rows = [label.get_text() for label in memory.get_yticklabels()]
+    assert rows == [f"{c.word}\nmicro batch {c.micro}" for c in best]
+    assert memory.get_ylim()[0] > memory.get_ylim()[1], "the best is on top"
+    for axes, totals in ((memory, [c.need / 2**30 for c in best]), (time, [c.step.total for c in best])):
         looks = {(bar.get_facecolor(), bar.get_hatch()) for bars in axes.containers for bar in bars}
-        assert len(looks) == len(axes.containers), "each part looks different"
+        assert len(looks) == len(axes.containers) == 5, "each group looks different"
+        ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
+        assert ends == pytest.approx(totals)
+    assert memory.lines[0].get_xdata() == [80, 80], "a line at the card's memory"
+
+
+def test_what_zero_bubble_keeps_for_weight_gradients_are_activations():
+    parts = {"weights": 1.0, "deferred weight gradients": 5.0, "activations": 0.5, "messages": 0.25}
+    drawn = groups(parts, MEMORY)
+    assert drawn == dict(weights=1.0, gradients=0.0, optimizer=0.0, activations=5.5, buffers=0.25)
 
 
 def test_simulated_gpus_say_their_time(capsys):

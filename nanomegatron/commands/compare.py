@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nanomegatron.commands.page import Curve, Table, amount, run_page
 from nanomegatron.commands.runs import aligned, number, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
@@ -17,10 +19,14 @@ from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.rules import values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped, read_text
+from nanomegatron.report.plots import smoothed, smoothing_reach
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl, replace_file
 
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
+# After Okabe and Ito; runs in the order given.
+RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+MARKERS = "osD^vP"
 POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
 
 
@@ -178,16 +184,29 @@ def relative_gap(a: float, b: float) -> float:
     return math.inf if math.isfinite(a) != math.isfinite(b) else 0.0
 
 
-def draw_curves(curves: Sequence[Curve], path: Path) -> None:
-    """Draw losses over tokens. Raises ImportError without matplotlib, ValueError for a wrong suffix."""
-    axes = canvas(path, (9, 5)).add_subplot(title="training loss; dots: validation")
+def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
+    """Draw losses over tokens -> matplotlib's axes. Each step is thin, the smoothed loss thick or dashed.
+
+    Raises ImportError without matplotlib, ValueError for a wrong suffix.
+    """
+    axes = canvas(path, (9, 5)).add_subplot(title="training loss, smoothed; markers: validation")
     for i, (name, line, dots) in enumerate(curves):
-        look = dict(linestyle="--", linewidth=1.6) if i else dict(linewidth=2.6)  # runs that agree overlap
-        axes.plot([x for x, _ in line], [y for _, y in line], color=f"C{i}", label=name, **look)
-        axes.plot([x for x, _ in dots], [y for _, y in dots], "o", color=f"C{i}", markeredgecolor="black")
+        color = RUN_COLORS[i % len(RUN_COLORS)]
+        tokens, losses = ([point[axis] for point in line] for axis in (0, 1))
+        if smoothing_reach(len(line)):
+            axes.plot(tokens, losses, color=color, linewidth=0.7, alpha=0.3)
+            losses = smoothed(np.array(losses, float))
+        look = dict(linestyle="--", linewidth=1.6) if i else dict(linewidth=4, alpha=0.55)
+        axes.plot(tokens, losses, color=color, label=name, **look)
+        held_out = ([point[axis] for point in dots] for axis in (0, 1))
+        marker = dict(
+            marker=MARKERS[i % len(MARKERS)], markersize=max(5, 11 - 3 * i), markeredgecolor="black"
+        )
+        axes.plot(*held_out, linestyle="", color=color, **marker)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(lambda x, _: amount(x) if x >= 0 else "")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, loc="upper right")
     axes.figure.savefig(path)
     print(f"picture {path}")
+    return axes

@@ -172,7 +172,9 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
     print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
     if args.plot:
-        draw_bars(best, cluster.memory_gb, args.plot)
+        what = f"{parsed.preset or 'model of the flags'} on {args.gpus} x {cluster.gpu}"
+        title = f"{what}, {batch} sequences of {data.seq_length:,} tokens a step"
+        draw_bars(best, cluster.memory_gb, args.plot, title)
         print(f"plot    {args.plot}")
     return 0
 
