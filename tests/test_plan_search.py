@@ -19,7 +19,7 @@ from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.rules import values_of
 from nanomegatron.plan import memory
 from nanomegatron.plan.cluster import load_cluster
-from nanomegatron.plan.draw import BAR_WIDTH, MEMORY, bar, draw_bars, groups, memory_parts, signs
+from nanomegatron.plan.draw import BAR_WIDTH, bar, memory_parts, signs
 from nanomegatron.plan.layer import Machine, Sizes, sizes_of
 from nanomegatron.plan.layer_time import LayerTimes, layer_times
 from nanomegatron.plan.memory import OpOrder, StageChunk, chunk_memory, memory_of_ranks, pipeline_order
@@ -38,6 +38,7 @@ from nanomegatron.plan.search import (
     usual_batch,
 )
 from nanomegatron.plan.step_time import least_time, simulated_ops, step_time
+from nanomegatron.report.plan_draw import MEMORY_GROUPS, draw_plan, memory_groups
 from tools import layouts_page
 
 H100 = load_cluster("h100")
@@ -260,27 +261,81 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     path = tmp_path / "plan.png"
     assert plan.main([*EIGHT_B.split(), "--gpus", "8", "--gpu", "h100", "--plot", str(path)]) == 0
     out = capsys.readouterr().out
-    assert path.stat().st_size > 10_000 and f"plot    {path}" in out
+    assert path.stat().st_size > 10_000 and out.endswith(f"\nplot    {path}\n")
     lost = [line for line in out.splitlines() if line.startswith("not") and "does not fit" not in line]
     assert len({line.split(",")[0] for line in lost}) < len(lost) + 1 == plan.LAYOUTS_SHOWN, "words repeat"
-    best = searched(EIGHT_B, 8)[0][:5]
-    figure = draw_bars(best, 80, path)
-    memory, time = figure.axes
-    rows = [label.get_text() for label in memory.get_yticklabels()]
-    assert rows == [f"{c.word}\nmicro batch {c.micro}" for c in best]
-    assert memory.get_ylim()[0] > memory.get_ylim()[1], "the best is on top"
-    for axes, totals in ((memory, [c.need / 2**30 for c in best]), (time, [c.step.total for c in best])):
-        looks = {(bar.get_facecolor(), bar.get_hatch()) for bars in axes.containers for bar in bars}
-        assert len(looks) == len(axes.containers) == 5, "each group looks different"
-        ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
-        assert ends == pytest.approx(totals)
-    assert memory.lines[0].get_xdata() == [80, 80], "a line at the card's memory"
 
 
-def test_what_zero_bubble_keeps_for_weight_gradients_are_activations():
-    parts = {"weights": 1.0, "deferred weight gradients": 5.0, "activations": 0.5, "messages": 0.25}
-    drawn = groups(parts, MEMORY)
-    assert drawn == dict(weights=1.0, gradients=0.0, optimizer=0.0, activations=5.5, buffers=0.25)
+def test_layouts_that_do_not_fit_are_drawn_where_none_fits(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plan, "draw_plan", lambda *arguments: drawn.append(arguments))
+    path = tmp_path / "plan.png"
+    flags = ["--config", "llama3-70b", "--gpus", "4", "--gpu", "h100", "--plot", str(path)]
+    assert plan.main(flags) == 1
+    out = capsys.readouterr().out
+    (found,) = drawn
+    assert out.endswith(f"\nplot    {path}\n") and all(candidate.step is None for candidate in found[0])
+    rows = [line.split()[1:] for line in out.splitlines() if line.startswith("not ")]
+    assert [row[: row.index("micro")] for row in rows] == [f"{each.word},".split() for each in found[0]]
+    assert found[1:] == ("H100", 80, "llama3-70b on 4 x H100, sequence length 8192", path)
+
+
+def test_the_picture_has_rows_in_the_tables_order_and_the_memory_of_the_gpu(tmp_path):
+    """Rows from above as given; few groups that add up; a line at 80 GiB; what does not fit is marked."""
+    pytest.importorskip("matplotlib")
+    fits, others = searched(EIGHT_B, 8)
+    shown = [*fits[:3], *others[:1]]
+    shown += [replace(fits[3], step=None)] * (len(shown) == 3)
+    figure = draw_plan(shown, "H100", 80, "llama3-8b on 8 x H100", tmp_path / "plan.svg")
+    axes, beside = figure.axes
+    width, height = figure.get_size_inches()
+    assert (
+        width / height == pytest.approx(16 / 9, rel=1e-3) and figure.get_suptitle() == "llama3-8b on 8 x H100"
+    )
+    bottom, top = axes.get_ylim()
+    assert top < bottom  # the first row is on top
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        f"{c.word}\nmicro {c.micro}" for c in shown
+    ]
+    assert [group.get_label() for group in axes.containers] == [*MEMORY_GROUPS]
+    assert len({group[0].get_facecolor()[:3] for group in axes.containers}) == len(MEMORY_GROUPS)
+    for row, candidate in enumerate(shown):
+        bars = [group[row] for group in axes.containers]
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(candidate.need / 2**30)
+        assert all(a.get_x() + a.get_width() == pytest.approx(b.get_x()) for a, b in itertools.pairwise(bars))
+        hatched = {bar.get_hatch() for bar in bars}
+        assert hatched == ({None} if candidate.step else {"//"})
+        words = [text.get_text() for text in beside.texts if text.get_position()[1] == row]
+        assert words[0] == f"{candidate.need / 2**30:.1f} GiB"
+        assert words[-1] == (f"{candidate.step.mfu:.1%}" if candidate.step else "does not fit")
+    lines = {line.get_label(): line.get_xdata()[0] for line in axes.lines}
+    assert lines == {"used at most: 72 GiB": pytest.approx(72), "H100": 80}
+    assert "H100: 80 GiB" in [text.get_text() for text in axes.texts] and axes.get_xlim()[1] > 80
+    entries = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert entries[-1] == "used at most: 72 GiB" and set(entries[:-1]) <= MEMORY_GROUPS.keys()
+    texts = [*figure.legends[0].get_texts(), *axes.texts, *beside.texts, *axes.get_yticklabels()]
+    assert min(text.get_fontsize() for text in texts) >= 12
+
+
+def test_activations_are_also_those_that_weight_gradients_wait_for():
+    """The rank of zb-v that needs most has done every B then: all it holds of microbatches is for W."""
+    flags = "--config llama3-70b --global-batch-size 512"
+    settings = dict(
+        tensor_model_parallel_size=8,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule="zb-v",
+        use_distributed_optimizer=True,
+        micro_batch_size=1,
+    )
+    candidate = Search(parse(flags.split()), 4096, 64, H100).candidate(settings)
+    groups = memory_groups(candidate)
+    held = candidate.memory["deferred weight gradients"] / 2**30
+    assert candidate.memory["activations"] == 0 and held > 20
+    assert groups["activations"] == pytest.approx(held)
+    named = {part for parts in MEMORY_GROUPS.values() for part in parts}
+    few = {"reduction, update", "messages", "room for pieces", "graphs", "workspaces"}
+    assert candidate.memory.keys() - named == few  # a new part is put into a group, or is one of these
 
 
 def test_simulated_gpus_say_their_time(capsys):

@@ -19,14 +19,12 @@ from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.rules import values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped, read_text
-from nanomegatron.report.plots import smoothed, smoothing_reach
+from nanomegatron.report.plots import PALETTE, smoothed, smoothing_reach
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl, replace_file
 
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
-# After Okabe and Ito; runs in the order given.
-RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = "osD^vP"
+MARKERS, DASHES = "osD^vP", ("-", "--", ":", "-.")  # of runs that overlap
 POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
 
 
@@ -191,12 +189,12 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
     """
     axes = canvas(path, (9, 5)).add_subplot(title="training loss, smoothed; markers: validation")
     for i, (name, line, dots) in enumerate(curves):
-        color = RUN_COLORS[i % len(RUN_COLORS)]
+        color = PALETTE[i % len(PALETTE)]
         tokens, losses = ([point[axis] for point in line] for axis in (0, 1))
         if smoothing_reach(len(line)):
             axes.plot(tokens, losses, color=color, linewidth=0.7, alpha=0.3)
             losses = smoothed(np.array(losses, float))
-        look = dict(linestyle="--", linewidth=1.6) if i else dict(linewidth=4, alpha=0.55)
+        look = dict(linestyle=DASHES[i % len(DASHES)], linewidth=1.6) if i else dict(linewidth=4, alpha=0.55)
         axes.plot(tokens, losses, color=color, label=name, **look)
         held_out = ([point[axis] for point in dots] for axis in (0, 1))
         marker = dict(

@@ -29,7 +29,7 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
 from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import Cluster, load_cluster
-from nanomegatron.plan.draw import draw_bars, text_bars
+from nanomegatron.plan.draw import text_bars
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order
@@ -44,6 +44,7 @@ from nanomegatron.plan.search import (
     usual_batch,
 )
 from nanomegatron.plan.step_time import stage_times, step_time, timeline
+from nanomegatron.report.plan_draw import draw_plan
 from nanomegatron.report.schedule_draw import text_rows
 from nanomegatron.schedules import simulate
 
@@ -160,23 +161,27 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     print(
         f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node, {room} at most: {found_text}"
     )
-    if not best:
+    lost = others[: LAYOUTS_SHOWN // 2 if best else LAYOUTS_SHOWN]
+    if best:
+        heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
+        rows = map(layout_row, best)
+        show(f"        {'layout':<28}{'micro':>6}  {'to make room':<16}{heads}", *rows)
+        show(f"        the best first; a further dimension has to gain {COMPLEXITY:.1%} of a step")
+        show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *lost]))
+        show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
+        print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
+    else:
         need = f"weights and gradients alone take {6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
-        show(*(lost_row(c, c, found.room) for c in others[:LAYOUTS_SHOWN]))
+        show(*(lost_row(c, c, found.room) for c in lost))
         print(f"no fit  {need}; take more GPUs, or larger ones")
-        return 1
-    heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
-    show(f"        {'layout':<28}{'micro':>6}  {'to make room':<16}{heads}", *map(layout_row, best))
-    show(f"        the best first; a further dimension has to gain {COMPLEXITY:.1%} of a step")
-    show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *others[: LAYOUTS_SHOWN // 2]]))
-    show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
-    print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
-    if args.plot:
-        what = f"{parsed.preset or 'model of the flags'} on {args.gpus} x {cluster.gpu}"
-        title = f"{what}, {batch} sequences of {data.seq_length:,} tokens a step"
-        draw_bars(best, cluster.memory_gb, args.plot, title)
+    if args.plot and not (best or lost):
+        print(f"note    --plot {args.plot}: nothing to draw, no layout comes near to fitting")
+    elif args.plot:
+        where = f"{args.gpus} x {cluster.gpu}, sequence length {data.seq_length}"
+        title = f"{parsed.preset or 'Layouts'} on {where}"
+        draw_plan([*best, *lost], cluster.gpu, cluster.memory_gb, title, args.plot)
         print(f"plot    {args.plot}")
-    return 0
+    return 0 if best else 1
 
 
 def in_fp8(search: Search, best: Candidate) -> Iterator[str]:

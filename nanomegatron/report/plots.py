@@ -11,7 +11,9 @@ from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl
 
 # After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
-RAW, SMOOTH, VALIDATION, MARK = "#9ad0f0", "#0072b2", "#d55e00", "#555555"
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+SMOOTH, VALIDATION = PALETTE[:2]
+RAW, MARK = "#9ad0f0", "#555555"
 LOADS = ("#2f7fb8", "#4393c3", "white", "#a50f25", "#4d0010")  # the first and the last: beyond the scale
 DEAD = dict(facecolor="black", edgecolor="#8c8c8c", hatch="////", linewidth=0)  # an expert without a token
 LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over which steps are averaged
