@@ -226,8 +226,8 @@ def test_named_results_files_exist():
 def test_the_run_in_the_readme_is_the_kept_one():
     """Each line of the block that `make train` prints; "..." is what was left out."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    console = table.load("2026-11-24-make-train.json")["console"]
-    block = next(part for part in text.split("```") if part.startswith("\nnanomegatron 0.1 |"))
+    console = table.load("2026-11-28-make-train.json")["console"]
+    block = next(part for part in text.split("```") if part.startswith("\nnanomegatron 0.2 |"))
     for line in block.strip("\n").splitlines():
         pattern = ".*".join(map(re.escape, line.split("...")))
         assert any(re.fullmatch(pattern, kept) for kept in console), line

@@ -1,6 +1,6 @@
 """Draw docs/loss.png and docs/moe-load.png from benchmarks/results/: `python tools/pictures.py [FOLDER]`.
 
-    2026-11-24-make-train.json     loss.png, the run of `make train` that the README shows
+    2026-11-28-make-train.json     loss.png, the run of `make train` that the README shows
     2026-11-22-moe-training.json   moe-load.png, the first and the last layer of three runs
 
 The results become the files of a run in a temporary folder, and the functions that draw at a run's end draw
@@ -30,7 +30,7 @@ def write_lines(path: Path, records: Iterable[dict]) -> None:
 
 def loss_run(folder: Path) -> None:
     """Write the series of the run of `make train`; its learning rates follow from its preset."""
-    results = json.loads((RESULTS / "2026-11-24-make-train.json").read_text())
+    results = json.loads((RESULTS / "2026-11-28-make-train.json").read_text())
     config = parse(["--config", "tiny-cpu"]).config
     losses, batch = results["lm_loss"], config.data.global_batch_size
     before = [batch * i for i in range(len(losses) + 1)]
