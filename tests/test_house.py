@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6597,
-    "checkpoint": 4698,
+    "checkpoint": 4710,
     "commands": 1794,
     "config": 3853,
     "data": 3149,

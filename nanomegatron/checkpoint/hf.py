@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,8 +187,8 @@ class Folder:
         self.files = weight_files(self.path)
         self.tensors, self.file_of = {}, {}  # read only when accessed
         for name in self.files:
-            if (self.path / name).exists():
-                check_file(self.path / name, sys.maxsize)  # it says why, if reading is not allowed
+            with suppress(FileNotFoundError):  # the reader says it
+                check_file(self.path / name, sys.maxsize)
             try:
                 with safe_open(self.path / name, "pt") as file:
                     found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

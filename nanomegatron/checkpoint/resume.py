@@ -23,7 +23,13 @@ from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.checkpoint.saver import Saver
-from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes, value_changes
+from nanomegatron.checkpoint.source import (
+    LoadSource,
+    find_source,
+    has_weights_only,
+    model_changes,
+    value_changes,
+)
 from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
@@ -153,7 +159,7 @@ def load_checkpoint(run: Run) -> None:
         load_megatron_folder(run, source, theirs)
         return
     begins, found = source.begins, read_state(root, run.mesh, source.step)
-    if found and not begins and ("hf" in found[0] or "iteration" not in found[0]):
+    if found and not begins and has_weights_only(found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     if found:
         check_model(run, source, found[1])

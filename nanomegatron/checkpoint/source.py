@@ -106,6 +106,11 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     return counts if counts and wanted <= counts[-1] else [*counts, wanted]
 
 
+def has_weights_only(state: dict) -> bool:
+    """Whether a checkpoint was converted, and has no progress to resume from."""
+    return "hf" in state or "iteration" not in state
+
+
 def check_tokenizer(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
     """Raise ConfigError, on all ranks, if a run resumes with a tokenizer that gives other ids.
 
@@ -113,7 +118,7 @@ def check_tokenizer(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
     """
     source = find_source(config, mesh)
     found = source.saved(mesh)
-    if found is None or config.checkpoint.allow_data_change:
+    if found is None or has_weights_only(found[0]) or config.checkpoint.allow_data_change:
         return
     if found[0].get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
         change = f"tokenizer {found[0].get('tokenizer')} -> {tokenizer.spec}, which gives other ids"
