@@ -170,7 +170,10 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
     """Tokenize as the command line says; returns a line of report for each dataset."""
     for flag in ("output_prefix", "tokenizer_type"):
         if not getattr(arguments, flag):
-            raise ValueError(f"--{flag.replace('_', '-')} is missing")
+            fix = dict(
+                output_prefix="the start of the files' names", tokenizer_type=", ".join(TOKENIZER_TYPES)
+            )
+            raise ValueError(f"--{flag.replace('_', '-')} is missing; give it: {fix[flag]}")
     for flag, least in (("workers", 1), ("partitions", 1), ("skip_bad_lines", 0)):
         if (value := getattr(arguments, flag)) < least:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: {least} is the least")

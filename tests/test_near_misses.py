@@ -11,6 +11,7 @@ from nanomegatron.config.cli import parse
 from nanomegatron.config.early import early_answer
 from nanomegatron.config.hf import settings_of
 from nanomegatron.config.megatron_args import why_no_checkpoint
+from nanomegatron.data.columns import folder_files
 from nanomegatron.data.tokenizer import build_tokenizer
 
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -74,6 +75,15 @@ def test_data_paths_near_data(tmp_path):
     assert f"did you mean {tmp_path}/my_text_document?" in said(tmp_path / "my")
     assert f"leave the ending out: {tmp_path}/my_text_document" in said(tmp_path / "my_text_document.bin")
     assert f"nanomegatron preprocess --input {tmp_path}" in said(tmp_path)
+
+
+def test_a_folder_of_plain_text_is_told_how_to_become_data(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    argv = ["--data-path", str(tmp_path), "--tokenizer-type", "ByteTokenizer"]
+    errors = validate(parse(argv).config, 1, "cpu")
+    with pytest.raises(ValueError, match='a line {"text": "..."} of a .jsonl file') as raised:
+        folder_files(tmp_path)
+    assert any(str(raised.value).partition(": ")[2] in error for error in errors)
 
 
 def test_flags_and_gpus_near_known_ones():

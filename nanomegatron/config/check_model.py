@@ -234,6 +234,16 @@ def data_errors(config: Config) -> Iterator[str]:
             yield f"{flag(name)} {value}: no such file{hub_hint(value)}"
 
 
+def plain_text_hint(folder: Path) -> str:
+    """Say what to do with a folder of plain text; "" if it has no .txt files."""
+    if not any(folder.glob("*.txt")):
+        return ""
+    line = '{"text": "..."}'
+    return (
+        f"it holds .txt files: write each text as a line {line} of a .jsonl file, for nanomegatron preprocess"
+    )
+
+
 def hub_hint(name: str) -> str:
     """How to download a Hugging Face repository if `name` looks like one, as the end of a message."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
@@ -254,10 +264,8 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
             fix = "make them with nanomegatron preprocess"
             near = sorted(Path(p).with_suffix("") for p in glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
             if Path(prefix).is_dir():
-                fix = (
-                    "it is a folder; give a prefix, such as one that nanomegatron preprocess --input it makes"
-                )
-                fix = fix.replace(" it makes", f" {prefix} makes")
+                made = f"it is a folder; give a prefix that nanomegatron preprocess --input {prefix} makes"
+                fix = plain_text_hint(Path(prefix)) or made
             elif prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
                 fix = f"leave the ending out: {prefix[:-4]}"
             elif near:

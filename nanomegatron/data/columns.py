@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from nanomegatron.config.check_model import plain_text_hint
 from nanomegatron.config.user_files import read_json
 
 COLUMN_FILES = (".parquet", ".arrow")
@@ -50,6 +51,8 @@ def folder_files(folder: Path) -> list[str]:
     if (folder / "state.json").is_file():
         return _saved(folder)
     found = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
+    if not found and (hint := plain_text_hint(folder)):
+        raise ValueError(f"--input {folder}: {hint}")
     if not found:
         raise ValueError(
             f"--input {folder}: a folder; give its files, such as '{folder}/*.jsonl'; only one of a Hugging "
