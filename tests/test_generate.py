@@ -305,7 +305,7 @@ def test_program_on_two_processes(trained):
     command = [sys.executable, "-m", "nanomegatron", *flags, "--prompt", "def ", "--prompt", ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
-    assert (done.returncode, done.stdout, done.stderr.split()[1:3]) == (0, expected, ["40", "tokens"])
+    assert (done.returncode, done.stdout, done.stderr.split()[2:4]) == (0, expected, ["40", "tokens"])
 
 
 def run_main(monkeypatch, capsys, *flags, stdin: str = "") -> tuple[int, str, str]:

@@ -62,14 +62,16 @@ def missing_load(config: Config) -> str:
     own = [Path(save)] if save else [path.parent / "ckpt" for path in named]
     if any(any(folder.glob("iter_*")) for folder in own):
         return ""
-    why = why_no_checkpoint(load) if Path(load).exists() else hub_hint(load)
+    why = why_no_checkpoint(load) if os.path.exists(load) else hub_hint(load)
     return f"--load {load}: no checkpoint there{why or '; train from scratch without --load'}"
 
 
 def may_be_checkpoint(path: Path) -> bool:
     """Whether something is there that one of the readers of checkpoints may take, whole or damaged."""
     kinds = ("iter_*", "release", TRACKER, "*.safetensors", "*.index.json", "*.distcp", "mp_rank_*")
-    return path.exists() and not path.is_dir() or any(any(path.glob(kind)) for kind in kinds)
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    return any(any(path.glob(kind)) for kind in kinds)
 
 
 def processes_of_torchrun(without: int | None = None) -> int:

@@ -4,6 +4,7 @@ The exit code (2 or 3) and the messages say it all, and `nanomegatron runs` list
 folder that was there before keeps everything. Under torchrun, which hides exit codes, status.json stays.
 """
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ WRITTEN = ("config.toml", "status.json", "log.txt", "log.*.txt", LOCK)  # before
 def absent_folders(config: Config) -> list[Path]:
     """Return the folders of a run, and those above them, that are not there yet; inner ones first."""
     wanted = (config.run.folder.absolute(), Path(config.checkpoint.save).absolute())
-    absent = {above for folder in wanted for above in (folder, *folder.parents) if not above.exists()}
+    absent = {above for folder in wanted for above in (folder, *folder.parents) if not os.path.exists(above)}
     return sorted(absent, key=lambda folder: len(folder.parts), reverse=True)
 
 
