@@ -74,7 +74,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError("--ckpt-step: a Hugging Face folder has no iterations; leave it out")
     if args.source == args.target:
         raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
-    if not Path(args.input_path).is_dir():
+    if not os.path.isdir(args.input_path):
         raise ValueError(f"--input-path {args.input_path}: no such folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--output-path {target}: exists; give a new folder")

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,11 +19,12 @@ import torch
 from nanomegatron import generate as run_sample
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
+from nanomegatron.checkpoint.source import check_tokenizer
 from nanomegatron.commands.generate import load_model, pieces_of_text
 from nanomegatron.commands.generate_args import main
-from nanomegatron.config.cli import to_toml
+from nanomegatron.config.cli import ConfigError, to_toml
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
+from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
@@ -253,7 +255,7 @@ CONFIG = Config(
 )
 
 
-def save_model(root: Path, iteration: int, seed: int, **state) -> Stages:
+def save_model(root: Path, iteration: int, /, seed: int, **state) -> Stages:
     """A checkpoint as training writes it, of a model that has learned nothing; returns the model."""
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
     sizes = dict(vocab_size=257, max_sequence_length=64, padded_vocab_size=264)
@@ -288,6 +290,20 @@ def test_load_model_refuses_another_tokenizer(tmp_path):
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
     with pytest.raises(ValueError, match="gives other ids now"):
         load_model(tmp_path, mesh)
+
+
+@pytest.mark.parametrize("change", [{}, {"finetune": True}, {"allow_data_change": True}])
+def test_a_run_resumes_with_its_tokenizer(tmp_path, change):
+    save_model(tmp_path, 1, seed=0, iteration=1, tokenizer_fingerprint="of another")
+    mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+    config = replace(
+        CONFIG, checkpoint=CheckpointConfig(load=str(tmp_path), save=str(tmp_path / "new"), **change)
+    )
+    if change:
+        check_tokenizer(config, mesh, ByteTokenizer())
+        return
+    with pytest.raises(ConfigError, match="gives other ids.* was trained with the first"):
+        check_tokenizer(config, mesh, ByteTokenizer())
 
 
 def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -> list[str]:

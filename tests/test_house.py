@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6597,
     "checkpoint": 4710,
     "commands": 1794,
-    "config": 3863,
+    "config": 3866,
     "data": 3152,
     "debug": 1120,
     "fast": 3280,

@@ -14,6 +14,7 @@ silently ignored.
 
 import dataclasses
 import json
+import os
 import re
 import types
 import typing
@@ -135,7 +136,7 @@ def hf_settings(load: str | None) -> str | None:
     """Return the folder with the config.json of --load: itself, or the one that convert.py kept; or None."""
     if load and is_hf_folder(load):
         return load
-    return f"{load}/hf" if load and (Path(load) / "hf" / "config.json").is_file() else None
+    return f"{load}/hf" if load and os.path.isfile(Path(load) / "hf" / "config.json") else None
 
 
 def saved_settings(load: str | None) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def build_config(values: dict[str, Any]) -> Config:
 def find_preset(name: str, beside: Path = Path(), readers: tuple[Path, ...] = ()) -> Path:
     """Return the file or folder that --config names, or `extends` in the last of `readers` (not itself)."""
     paths = [folder / file for folder in (beside, PRESETS) for file in (name, f"{name}.toml")]
-    found = [path for path in paths if path.is_file() or (path / "config.json").is_file()]
+    found = [path for path in paths if os.path.isfile(path) or os.path.isfile(path / "config.json")]
     return next((path for path in found if path.resolve() not in readers), (found or paths)[0])
 
 

@@ -15,6 +15,7 @@ the first family that, read back, gives the same model.
 import dataclasses
 import itertools
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ FAMILIES = {name: _merged(entry) for name, entry in HF_TABLES["families"].items(
 def is_hf_folder(path: str | Path) -> bool:
     """Whether this is a Hugging Face folder: a config.json beside safetensors files or their index."""
     weights = ("*.safetensors", "*.safetensors.index.json")
-    return (Path(path) / "config.json").is_file() and any(any(Path(path).glob(w)) for w in weights)
+    return os.path.isfile(Path(path) / "config.json") and any(any(Path(path).glob(w)) for w in weights)
 
 
 def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:

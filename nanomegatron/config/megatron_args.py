@@ -9,6 +9,7 @@ those of our settings, but for a few. A checkpoint that megatron-core's own func
 say what the model is.
 """
 
+import os
 import re
 import types
 import typing
@@ -34,12 +35,12 @@ def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
     root, names = Path(root), []
     if step is not None:
         names = [f"iter_{step:07d}"]
-    elif (root / TRACKER).is_file():
+    elif os.path.isfile(root / TRACKER):
         with open(root / TRACKER, "rb") as file:
             text = file.read(20).decode(errors="replace").strip()
         names = [f"iter_{int(text):07d}" if text.isdecimal() else "release"]
     for folder in [root / name for name in names] or [root]:
-        distributed = (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
+        distributed = os.path.isfile(folder / "metadata.json") and os.path.isfile(folder / ".metadata")
         if (distributed or any(folder.glob(LEGACY))) and not (folder / "manifest.json").exists():
             return folder
     return None
