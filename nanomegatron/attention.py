@@ -19,7 +19,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.cp import context_attention
-from nanomegatron.layers import Norm, normalize_heads
+from nanomegatron.layers import HeadsNorm, Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
@@ -41,15 +41,12 @@ class Cache(Protocol):
 class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    context: the function for rows sharded over cp, with the signature of `cp.context_attention`. With
-    `skip_bias_add` the result is without the bias of `linear_proj`, which the caller has to add.
+    context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
 
-    def __init__(
-        self, config: TransformerConfig, layer: int, tp: Axis, init: Init, skip_bias_add: bool = False
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
         super().__init__()
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
         self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
@@ -72,23 +69,16 @@ class SelfAttention(nn.Module):
         )
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_proj = RowParallelLinear(
-            queries,
-            h,
-            tp,
-            init.at("linear_proj", std),
-            bias,
-            skip_bias_add=skip_bias_add,
-            sequence_parallel=cut,
+            queries, h, tp, init.at("linear_proj", std), bias, sequence_parallel=cut
         )
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
             whole = config.qk_layernorm_all_heads
+            kind = HeadsNorm if whole else Norm
             sizes = (queries, keys) if whole else (config.head_dim, config.head_dim)
-            self.q_norm = Norm(config, sizes[0], tp, init.at("q_layernorm"), partial=True)
-            self.k_norm = Norm(config, sizes[1], tp, init.at("k_layernorm"), partial=True)
-            if whole:
-                self.q_norm.op = self.k_norm.op = normalize_heads
+            self.q_norm = kind(config, sizes[0], tp, init.at("q_layernorm"), partial=True)
+            self.k_norm = kind(config, sizes[1], tp, init.at("k_layernorm"), partial=True)
         self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
         self.cap, scale = config.attn_logit_softcapping, config.softmax_scale
         self.scale = 1.0 if scale is None else scale * math.sqrt(config.head_dim)  # of the queries
@@ -96,7 +86,13 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past.
+        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
+        return self.linear_proj(self.attend(x, batch, rotary, cache))
+
+    def attend(
+        self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
+    ) -> torch.Tensor:
+        """Return the context, which `linear_proj` reads. x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h/tp]`
 
         Raises ValueError if scores are to be bounded over ranks of cp that do not exchange heads (a2a).
         """
@@ -116,9 +112,7 @@ class SelfAttention(nn.Module):
             run = core_attention if cache is None else cache.attend
             return run(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
 
-        context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
-        y = self.linear_proj(context)
-        return y[0] if self.linear_proj.skip_bias_add else y
+        return recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
 
     def _queries_keys_values(
         self, x: torch.Tensor, rotary: tuple | None

@@ -27,7 +27,13 @@ from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate, quantizing_loss
+from nanomegatron.fast.fp8_producers import (
+    accepts_fp8,
+    quantizing_activate,
+    quantizing_loss,
+    quantizing_norm,
+)
+from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
@@ -40,7 +46,7 @@ from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.fp8_linear import Fp8Matmuls, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, Stage, TransformerLayer
+from nanomegatron.model import GPTModel, Stage
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.ops.tuner import Tuner, tuner_unavailable
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
@@ -56,10 +62,11 @@ GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps} 
 class Paths:
     """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
 
+    layers: FusedLayers | None = None  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
-    producers: bool = False  # Norm.op, MLP.act, OutputLayer.loss also quantize for the FP8 layer behind
+    producers: bool = False  # MLP.act, OutputLayer.loss also quantize for the FP8 layer behind
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
@@ -101,15 +108,18 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is None:
         fast = parallel.fast_paths
     peers = PeerAccess.build(mesh, parallel)
+    discards = model.recomputes("layernorm")
     if fast is False:
-        return Paths(peers=peers)
+        return Paths(layers=FusedLayers(recompute=True) if discards else None, peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast
+    norm = quantizing_norm if everywhere else fused_norm
     halves = parallel.overlap_moe_expert_parallel_comm
     exchanges = model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap)
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
     tuner = Tuner.build(parallel, mesh.device, writes=mesh.tp.rank == mesh.dp_cp.rank == 0)
     return Paths(
+        layers=FusedLayers(norm, discards) if everywhere or discards else None,
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
         fp8=OverlappedFp8Matmuls(peers) if parallel.tp_comm_overlap else Fp8Matmuls(),
         context=Ring(peers) if everywhere else None,
@@ -148,6 +158,8 @@ def build_executor(
 def install(stages: Stages, paths: Paths) -> Stages:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     stages.decoder = paths.decoder
+    for chunk in stages if paths.layers else ():
+        chunk.run_layers = paths.layers
     linear, loss = paths.linear, paths.loss
     if paths.tuner:
         linear, loss = tuned_linear(paths.tuner), loss and partial(loss, tuner=paths.tuner)
@@ -165,21 +177,9 @@ def install(stages: Stages, paths: Paths) -> Stages:
             module.context = paths.context
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
-        elif isinstance(module, TransformerLayer) and paths.producers:
-            quantize_early(module)
+        elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
+            module.act = quantizing_activate
     return stages
-
-
-def quantize_early(layer: TransformerLayer) -> None:
-    """Let norms and activations of a layer quantize their outputs if only an FP8 layer reads these."""
-    if accepts_fp8(layer.self_attention.linear_qkv):
-        layer.input_layernorm.op = QuantizingNorm(layer.self_attention.linear_qkv)
-    for mlp in layer.modules():
-        if isinstance(mlp, MLP) and accepts_fp8(mlp.linear_fc2):
-            mlp.act = quantizing_activate
-    if isinstance(layer.mlp, MLP) and accepts_fp8(layer.mlp.linear_fc1):
-        layer.pre_mlp_layernorm.op = QuantizingNorm(layer.mlp.linear_fc1)
-        layer.pre_mlp_layernorm.recompute |= layer.mlp.recompute  # a placeholder cannot be its input
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:

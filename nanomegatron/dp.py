@@ -240,6 +240,14 @@ class Bucket:
             self.gather = None
 
 
+def wait_params(module: nn.Module) -> None:
+    """Wait for the gathers of all parameters of a module, before something reads them past its hooks."""
+    for param in module.parameters():
+        bucket = getattr(param, "bucket", None)
+        if bucket is not None:
+            bucket.wait_params()
+
+
 def _move_grad(param: nn.Parameter) -> None:
     """Add what autograd left in `.grad` to `main_grad`: for norms and biases."""
     grad, param.grad = param.grad, None

@@ -2,8 +2,8 @@
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-If a layer has a fast form, one attribute holds the function that runs: `Norm.op`, `MLP.act`,
-`OutputLayer.linear`, `OutputLayer.loss`. Its default is the form of the core; `build.py` may set a fast one.
+If a layer has a fast form, one attribute holds the function that runs: `MLP.act`, `OutputLayer.linear`,
+`OutputLayer.loss`. Its default is the form of the core; `build.py` may set a fast one.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nanomegatron.comm import copy_to, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
-from nanomegatron.ops.norm import add_norm, norm_beside, norm_ref
+from nanomegatron.ops.norm import norm, norm_ref
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
 from nanomegatron.recompute import keeping, recomputed, with_source
@@ -41,36 +41,27 @@ def hidden_dropout(p: float, batch: Batch, site: int) -> Dropout | None:
     return Dropout(p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
 
 
-def normalize(
-    layer: "Norm",
-    x: torch.Tensor,
-    residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    drop: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of total = drop(x + bias) + residual, and total.
+class BranchDropout:
+    """What the output of a layer's attention (0) or MLP (1) goes through before it is added to its input.
 
-    x, residual `[..., h]`, bias `[h]` -> `[..., h]`, `[..., h]`
+    A factor, --residual-multiplier, and dropout. y `[s, b, h]` -> `[s, b, h]`
     """
-    how = layer.weight, layer.bias, layer.eps, layer.from_one
-    if residual is not None and layer.fused:
-        return add_norm(x, residual, *how, bias, drop)
-    x = bias_dropout_add(x, bias, residual, drop)
-    return norm_beside(x, *how) if layer.fused else (norm_ref(x, *how), x)
 
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        self.p = config.hidden_dropout
+        self.multiplier = config.residual_multiplier
+        self.layer = layer
+        self.fused = config.bias_dropout_fusion
 
-def normalize_heads(layer: "Norm", x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of all heads together, sharded over tp, and x. x `[s, b, n, d]` -> `[s, b, n, d]`
+    def mask(self, batch: Batch, branch: int) -> Dropout | None:
+        """The dropout of this branch, or None."""
+        return hidden_dropout(self.p, batch, 2 * self.layer + 1 + branch)
 
-    layer.weight `[n*d]` is of the heads of all ranks. Ranks that share a head count it once each.
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    square = wide.square().mean((-2, -1), keepdim=True) / layer.axis.size
-    square = copy_to(reduce_from(square, layer.axis), layer.axis)
-    own = x.shape[-2] * x.shape[-1]
-    ranks = layer.axis.size * own // len(layer.weight)  # that share a head
-    weight = layer.weight[layer.axis.rank // ranks * own :][:own].view(x.shape[-2:]).to(wide.dtype)
-    return (wide * torch.rsqrt(square + layer.eps) * (weight + layer.from_one)).to(x.dtype), x
+    def __call__(self, y: torch.Tensor, batch: Batch, branch: int) -> torch.Tensor:
+        if self.multiplier != 1:
+            y = y * self.multiplier
+        drop = bias_dropout_add if self.fused else bias_dropout_add_ref
+        return drop(y, None, None, self.mask(batch, branch))
 
 
 class Norm(nn.Module):
@@ -79,14 +70,12 @@ class Norm(nn.Module):
     partial: the ranks of `axis` normalize different heads or slices of the sequence (gradients are partial).
     """
 
-    op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(normalize)
-
     def __init__(
         self, config: TransformerConfig, size: int, axis: Axis, init: Init, partial: bool = False
     ) -> None:
         super().__init__()
         self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
-        self.fused, self.recompute, self.axis = config.persist_layer_norm, False, axis
+        self.fused, self.axis = config.persist_layer_norm, axis
 
         def parameter(kind: str, value: float) -> nn.Parameter:
             part = replica(f"{init.name}.{kind}", (size,), axis, partial)
@@ -95,112 +84,80 @@ class Norm(nn.Module):
         self.weight = parameter("weight", 0.0 if self.from_one else 1.0)
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
-    def forward(
-        self, x: torch.Tensor, *branch: Any, both: bool = False
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """both: return also what was normalized. x `[..., h]` -> `[..., h]`, or two of them
-
-        The other methods call this one through the module, whose hooks wait for gathered parameters.
-        """
-        y, total = self.op(self, x, *branch)
-        if self.recompute:
-            with_source(y, lambda x: self.op(self, x)[0], total)
-        return (y, total) if both else y
-
-    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x, and x itself. x `[..., h]` -> `[..., h]`, `[..., h]`"""
-        return self(x, both=True)
-
-    def after_sum(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        drop: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of drop(x + bias) + residual, and the sum.
-
-        x, residual `[..., h]`, bias `[h]` -> `[..., h]`, `[..., h]`
-        """
-        return self(x, residual, bias, drop, both=True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalize = norm if self.fused else norm_ref
+        return normalize(x, self.weight, self.bias, self.eps, self.from_one)
 
 
-class NoNorm(nn.Identity):
-    """In the place of a norm that the model does not have. x `[..., h]` -> `[..., h]`"""
+class HeadsNorm(Norm):
+    """RMSNorm of all heads together, which are sharded over tp. x `[s, b, n, d]` -> `[s, b, n, d]`
 
-    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x twice. x `[..., h]` -> `[..., h]`, `[..., h]`"""
-        return x, x
-
-    def after_sum(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        drop: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return drop(x + bias) + residual twice. x, residual `[..., h]`, bias `[h]` -> two of `[..., h]`"""
-        total = bias_dropout_add(x, bias, residual, drop)
-        return total, total
-
-
-def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The activation between an MLP's two layers, with the first one's bias unless it is gated.
-
-    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> `[..., f]`
+    weight `[n*d]` is of the heads of all ranks. Ranks that share a head count it once each. All-reduces a
+    number for each token over tp.
     """
-    return mlp.activation(x) if bias is None else mlp.activation(x, bias, accumulate_sums)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        square = wide.square().mean((-2, -1), keepdim=True) / self.axis.size
+        square = copy_to(reduce_from(square, self.axis), self.axis)
+        own = x.shape[-2] * x.shape[-1]
+        ranks = self.axis.size * own // len(self.weight)  # that share a head
+        weight = self.weight[self.axis.rank // ranks * own :][:own].view(x.shape[-2:]).to(wide.dtype)
+        return (wide * torch.rsqrt(square + self.eps) * (weight + self.from_one)).to(x.dtype)
+
+
+def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The activation between an MLP's two layers, of x plus the first one's bias.
+
+    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` or `[2*f]` -> `[..., f]`
+    """
+    return mlp.activation(x, bias, accumulate_sums)
 
 
 class MLP(nn.Module):
-    """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded.
-
-    With `skip_bias_add` the result is without the bias of `linear_fc2`, which the caller has to add.
-    """
+    """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
     act: Callable[..., torch.Tensor] = staticmethod(activate)
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        tp: Axis,
-        init: Init,
-        size: int | None = None,
-        skip_bias_add: bool = False,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
         """size: the number of inner features if not the config's (for shared experts)."""
         super().__init__()
-        h, ffn = config.hidden_size, size or config.ffn_size
-        bias, cut = not config.disable_bias_linear, config.sequence_parallel
+        h = config.hidden_size
+        ffn = size or config.ffn_size
         inner = {"gate": ffn, "up": ffn} if config.gated else ffn
-        self.activation, self.plain_act = activation(config), plain_act(config)
+        bias = not config.disable_bias_linear
+        sharded = config.sequence_parallel
+        self.activation = activation(config)
+        self.plain_act = plain_act(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute_act = config.recomputes("mlp_act")
         self.recompute = size is None and config.recomputes("mlp")
-        # Without a gate the activation's kernel adds the bias, and makes its gradient.
         self.linear_fc1 = ColumnParallelLinear(
-            h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=not config.gated, sequence_parallel=cut
+            h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=True, sequence_parallel=sharded
         )
-        if bias:
+        if bias:  # the activation's backward makes its gradient
             self.linear_fc1.bias.spec = replace(self.linear_fc1.bias.spec, writes_grad=True)
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_fc2 = RowParallelLinear(
-            ffn, h, tp, init.at("linear_fc2", std), bias, skip_bias_add=skip_bias_add, sequence_parallel=cut
+            ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=sharded
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
         return recomputed(self._forward, x) if self.recompute else self._forward(x)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.hidden(x)
+        with keeping(y):
+            return self.linear_fc2(y)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner features, which `linear_fc2` reads. x `[s, b, h]` -> `[s, b, f/tp]`"""
         with keeping(x):
-            x = self.linear_fc1(x)
-        x, bias = x if isinstance(x, tuple) else (x, None)
+            x, bias = self.linear_fc1(x)
         y = self.act(self, x, bias)
         if self.recompute_act:
             with_source(y, lambda x: self.act(self, x, bias), x)
-        with keeping(y):
-            y = self.linear_fc2(y)
-        return y[0] if self.linear_fc2.skip_bias_add else y
+        return y
 
 
 class Embedding(nn.Module):

@@ -21,9 +21,10 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 (Pre-norm decoder: GPT-2; Llama, arXiv 2302.13971)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +35,9 @@ from nanomegatron.comm import own_slice
 from nanomegatron.config.keywords import check_keywords
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
-from nanomegatron.layers import MLP, Embedding, NoNorm, Norm, OutputLayer, hidden_dropout
+from nanomegatron.layers import MLP, BranchDropout, Embedding, Norm, OutputLayer
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
-from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.rope import rope_angles
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, new_parameter
@@ -45,29 +45,10 @@ from nanomegatron.recompute import recomputed
 from nanomegatron.tp import vocab_spec
 
 
-class Branch(NamedTuple):
-    """What is still to be added to the residual stream: y `[s, b, h]`, after its bias `[h]` and dropout."""
-
-    y: torch.Tensor
-    bias: torch.Tensor | None
-    drop: Dropout | None
-
-    def add(self, x: torch.Tensor) -> torch.Tensor:
-        """x + the branch. x `[s, b, h]` -> `[s, b, h]`"""
-        return bias_dropout_add(self.y, self.bias, x, self.drop)
-
-    def add_and_norm(self, x: torch.Tensor, norm: Norm | NoNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """norm(x + the branch), in one pass if there is a kernel, and the sum.
-
-        x `[s, b, h]` -> `[s, b, h]`, `[s, b, h]`
-        """
-        return norm.after_sum(self.y, x, self.bias, self.drop)
-
-
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with norm and residual. x `[s, b, h]`; s/tp if s is sharded.
 
-    The branch of the layer before comes in and its own last one goes out, each added beside the next norm.
+    rotary_kind: which of the model's rotary embeddings it has (`TransformerConfig.rotary_kinds`).
     """
 
     def __init__(
@@ -79,56 +60,51 @@ class TransformerLayer(nn.Module):
         mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        h, cut = config.hidden_size, config.sequence_parallel
-        self.layer, self.p, self.multiplier = layer, config.hidden_dropout, config.residual_multiplier
-        self.fused = config.bias_dropout_fusion
-        # Whether biases are left to the residual add: where nothing comes between.
-        apart = self.fused and self.multiplier == 1 and config.norm_placement == "pre"
+        self.layer = layer
+        self.rotary_kind = config.rotary_kinds[layer]
 
-        def norm(name: str, *places: str) -> Norm | NoNorm:
-            there = config.norm_placement in ("both", *places)
-            return Norm(config, h, tp, init.at(name), cut) if there else NoNorm()
+        def norm(name: str, place: str) -> nn.Module:
+            if config.norm_placement not in (place, "both"):
+                return nn.Identity()
+            return Norm(config, config.hidden_size, tp, init.at(name), config.sequence_parallel)
 
         self.input_layernorm = norm("input_layernorm", "pre")
-        self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"), apart)
+        self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
         self.post_attention_layernorm = norm("post_attention_layernorm", "post")
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm", "pre")
         self.post_mlp_layernorm = norm("post_mlp_layernorm", "post")
-        for before in (self.input_layernorm, self.pre_mlp_layernorm):
-            before.recompute = config.recomputes("layernorm")
-        inner, size = init.at("mlp"), config.moe_shared_expert_intermediate_size
-        self.sparse = config.num_experts is not None and config.moe_layers[layer]
-        if self.sparse:
-            shared = MLP(config, tp, inner.at("shared_experts"), size) if size else None
-            self.mlp = MoELayer(config, layer, mesh, inner, activation(config), shared)
-        else:
-            self.mlp = MLP(config, tp, inner, skip_bias_add=apart)
-        self.last = self.self_attention.linear_proj, None if self.sparse else self.mlp.linear_fc2
+        self.mlp = feed_forward(config, layer, tp, init.at("mlp"), mesh)
+        self.dropout = BranchDropout(config, layer)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        batch: Batch,
-        rotary: tuple | None,
-        cache: Cache | None = None,
-        branch: Branch | None = None,
-    ) -> tuple[torch.Tensor, Branch]:
-        """-> x `[s, b, h]` with `branch` and that of attention added, and the branch of the MLP"""
-        norm = self.input_layernorm
-        normed, x = norm.beside(x) if branch is None else branch.add_and_norm(x, norm)
-        y = self.self_attention(normed, batch, rotary, cache)
-        branch = self._branch(self.post_attention_layernorm(y), batch, 0)
-        normed, x = branch.add_and_norm(x, self.pre_mlp_layernorm)
-        y = self.mlp(normed, batch) if self.sparse else self.mlp(normed)
-        return x, self._branch(self.post_mlp_layernorm(y), batch, 1)
+        self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
+    ) -> torch.Tensor:
+        y = self.self_attention(self.input_layernorm(x), batch, rotary, cache)
+        x = x + self.dropout(self.post_attention_layernorm(y), batch, 0)
+        y = self.mlp(self.pre_mlp_layernorm(x), batch)
+        return x + self.dropout(self.post_mlp_layernorm(y), batch, 1)
 
-    def _branch(self, y: torch.Tensor, batch: Batch, which: int) -> Branch:
-        """The branch of attention (0) or MLP (1) with output y `[s, b, h]`."""
-        y = y if self.multiplier == 1 else y * self.multiplier
-        drop, linear = hidden_dropout(self.p, batch, 2 * self.layer + 1 + which), self.last[which]
-        if not self.fused:
-            return Branch(bias_dropout_add_ref(y, None, None, drop), None, None)
-        return Branch(y, linear.bias if linear is not None and linear.skip_bias_add else None, drop)
+
+def feed_forward(config: TransformerConfig, layer: int, tp: Axis, init: Init, mesh: Mesh) -> nn.Module:
+    """Build the MLP of a layer, or its experts."""
+    if config.num_experts is None or not config.moe_layers[layer]:
+        return MLP(config, tp, init)
+    size = config.moe_shared_expert_intermediate_size
+    shared = MLP(config, tp, init.at("shared_experts"), size) if size else None
+    return MoELayer(config, layer, mesh, init, activation(config), shared)
+
+
+def run_layers(
+    layers: Sequence[TransformerLayer],
+    x: torch.Tensor,
+    batch: Batch,
+    rotary: dict[str | None, tuple | None],
+    cache: Cache | None = None,
+) -> torch.Tensor:
+    """Run one layer after the other. x `[s, b, h]` -> `[s, b, h]`. rotary: by `rotary_kind`."""
+    for layer in layers:
+        x = layer(x, batch, rotary[layer.rotary_kind], cache)
+    return x
 
 
 @dataclass(frozen=True)
@@ -150,10 +126,10 @@ class GPTModel(nn.Module):
     """The decoder, or one pipeline stage of it.
 
     The last stage returns each token's loss, or without labels this tp rank's shard of the logits; a stage
-    before it returns hidden states. run_layer: the function that calls a layer, with it and its arguments.
+    before it returns hidden states. run_layers: its one slot, with the arguments of the function above.
     """
 
-    run_layer: Callable[..., tuple[torch.Tensor, Branch]] = staticmethod(TransformerLayer.__call__)
+    run_layers: Callable[..., torch.Tensor] = staticmethod(run_layers)
 
     def __init__(
         self,
@@ -196,8 +172,6 @@ class GPTModel(nn.Module):
         self.layers = nn.ModuleList(
             TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.mesh) for i in layers
         )
-        kinds = config.rotary_kinds
-        self.rotary_kinds = [kinds[i] for i in layers]
         self.final_layernorm = self.output_layer = None
         if stage.post_process:
             final = decoder.at("final_layernorm")
@@ -223,12 +197,13 @@ class GPTModel(nn.Module):
         Raises RuntimeError if a stage lacks its input tensor; and under sequence parallelism for a loss in
         eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
         """
-        config, kinds = self.config, self.rotary_kinds
+        config = self.config
         whole = config.sequence_parallel and self.tp.size > 1 and not self.training
         if whole and labels is not None and torch.is_grad_enabled():
             raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
-        places = batch.rotary_positions
-        rotary = {kind: rope_angles(places, config, kind == "local") for kind in {*kinds} - {None}}
+        rotary: dict[str | None, tuple | None] = {None: None}
+        for kind in {layer.rotary_kind for layer in self.layers} - {None}:
+            rotary[kind] = rope_angles(batch.rotary_positions, config, kind == "local")
         cut = config.sequence_parallel and self.training
         batch = replace(
             batch, residual_positions=own_slice(batch.positions, self.tp) if cut else batch.positions
@@ -239,14 +214,9 @@ class GPTModel(nn.Module):
         elif x is None:
             raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
         spread = self.tp if config.distribute_saved_activations and not cut else None
-        for layers, again in config.segments(len(self.layers)):
-
-            def run(x: torch.Tensor, layers: range = layers) -> torch.Tensor:
-                branch = None
-                for i in layers:
-                    x, branch = self.run_layer(self.layers[i], x, batch, rotary.get(kinds[i]), cache, branch)
-                return x if branch is None else branch.add(x)
-
+        for segment, again in config.segments(len(self.layers)):
+            layers = [self.layers[i] for i in segment]
+            run = partial(self.run_layers, layers, batch=batch, rotary=rotary, cache=cache)
             x = recomputed(run, x, spread=spread) if again else run(x)
         if self.output_layer is None:
             return x

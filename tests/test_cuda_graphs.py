@@ -17,6 +17,7 @@ from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.cli import parse
 from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import World
 from nanomegatron.pp import execute
@@ -74,6 +75,9 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
             x.copy_(old)
         return recorder.replay
 
+    if kind is GraphedLayers:
+        for chunk in run.model:
+            chunk.run_layers = FusedLayers()
     said: list[str] = []
     run.execute = kind(
         execute,

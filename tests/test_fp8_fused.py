@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import quantize_early
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.fp8_producers import fp8_placeholder
+from nanomegatron.fast.fp8_producers import fp8_placeholder, quantizing_activate, quantizing_norm
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
-from nanomegatron.model import TransformerLayer
+from nanomegatron.model import TransformerLayer, run_layers
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_
 from nanomegatron.ops.fp8_cast import Fp8Output
 from nanomegatron.ops.fp8_fused import (
@@ -54,18 +54,20 @@ MODELS = [{}, GPT2 | {"hidden_dropout": 0.1}, GPT2 | {"squared_relu": True, "dis
 
 
 def layer_of(recipe, dtype=torch.float32, early=True, **more):
-    """A layer in FP8 and its scales; early: norms and units quantize."""
-    layer = TransformerLayer(config_of(**more), 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
+    """A layer in FP8, its scales, and what runs it; early: norms and units quantize."""
+    config = config_of(**more)
+    layer = TransformerLayer(config, 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
     scales = Scales(Recipe(recipe), CPU)
     attention, mlp = layer.self_attention, layer.mlp
     for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
         use_fp8(linear, scales.add_layer(linear.weight.spec.name))
-    if early:
-        quantize_early(layer)
-    return layer, scales
+    if not early:
+        return layer, scales, run_layers
+    mlp.act = quantizing_activate
+    return layer, scales, FusedLayers(quantizing_norm, config.recomputes("layernorm"))
 
 
-def steps(layer, scales, count=3, saved=None):
+def steps(layer, scales, run, count=3, saved=None):
     """Losses and gradients of some steps; saved: a list for the bytes that autograd keeps in the last one."""
     torch.manual_seed(0)
     found = []
@@ -81,8 +83,7 @@ def steps(layer, scales, count=3, saved=None):
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            total, branch = layer(x, batch, None)
-            y = branch.add(total)
+            y = run([layer], x, batch, {None: None})
         if saved is not None and step == count - 1:
             saved.append(sum(kept.values()))
         (y.float() * torch.linspace(-1, 1, 64)).sum().backward()
@@ -109,9 +110,9 @@ def test_the_same_as_layers_that_quantize_themselves(recipe, model):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_amaxes_and_scales_are_those_of_layers_that_quantize_themselves(recipe, model):
     """To the bit, in bf16: what a fused cast sees, rounded to FP8 and kept as amax, is what another would."""
-    fused, its = layer_of(recipe, torch.bfloat16, **model)
-    plain, own = layer_of(recipe, torch.bfloat16, early=False, **model)
-    for got, expected in zip(steps(fused, its), steps(plain, own), strict=True):
+    fused, its, run = layer_of(recipe, torch.bfloat16, **model)
+    plain, own, run_plain = layer_of(recipe, torch.bfloat16, early=False, **model)
+    for got, expected in zip(steps(fused, its, run), steps(plain, own, run_plain), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.equal(its.history, own.history) and torch.equal(its.scale, own.scale)
 
@@ -136,10 +137,10 @@ def test_what_is_kept_for_the_backward_is_half(recipe):
     """Of what linear layers read, 64 rows: normed, context, normed again with 64 features, y with 96."""
     kept = []
     steps(*layer_of(recipe, torch.bfloat16), saved=kept)
-    layer, scales = layer_of(recipe, torch.bfloat16, early=False)
+    layer, scales, run = layer_of(recipe, torch.bfloat16, early=False)
     for linear in *layer.self_attention.children(), *layer.mlp.children():
         linear.linear = LinearFunction.apply
-    steps(layer, scales, saved=kept)
+    steps(layer, scales, run, saved=kept)
     attention_too = 64 * 64  # the context is kept by attention, too, whichever layer reads it
     saved = 64 * (64 + 64 + 96) - attention_too
     if recipe == "delayed":  # fused: nor is there anything of plain torch's unit and norm

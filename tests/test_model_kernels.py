@@ -9,6 +9,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.run_folder import resume_conflicts
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import bias as ops_bias
 from nanomegatron.ops import cross_entropy as ops_loss
@@ -48,10 +49,12 @@ ASK = {
 }
 
 
-def step(config: TransformerConfig) -> list[torch.Tensor]:
-    """Losses, and all gradients of their sum."""
+def step(config: TransformerConfig, fused: bool = True) -> list[torch.Tensor]:
+    """Losses, and all gradients of their sum; fused: of `FusedLayers`, else of the plain layers."""
     tokens = torch.arange(2 * 13).view(2, 13) * 5 % 61
     model = GPTModel(config, vocab_size=61, max_sequence_length=12)
+    if fused:
+        model.run_layers = FusedLayers()
     batch = Batch(tokens[:, :-1], torch.arange(12), torch.arange(2), dropout_seed=3)
     losses = model(batch, tokens[:, 1:])
     losses.sum().backward()
@@ -70,7 +73,7 @@ def test_a_switch_is_a_flag_and_may_change_when_a_run_goes_on(switch):
 @pytest.mark.parametrize("config", [LLAMA, QWEN, DROPOUT], ids=["llama", "qwen", "dropout"])
 @pytest.mark.parametrize("switch", [None, *SWITCHES])
 def test_a_switch_puts_its_kernels_aside_and_changes_no_number(switch, config, monkeypatch):
-    usual, asked = step(config), set()
+    usual, asked = step(config, fused=False), set()
     for module in MODULES:
         monkeypatch.setattr(module, "usable", lambda x, op="": bool(asked.add(op)))
     found = step(config if switch is None else replace(config, **{switch: False}))
@@ -86,7 +89,7 @@ def test_a_switch_puts_its_kernels_aside_and_changes_no_number(switch, config, m
 )
 def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
     """All kernels of a forward and backward together, run by the emulator."""
-    usual = step(config)
+    usual = step(config, fused=False)
     names = "swiglu gelu column_sums norm norm_backward dropout softmax rope cross_entropy".split()
     cuda_on_cpu.run_here(monkeypatch, tuple(names), *MODULES, ops_loss, ops_bias, ops_gelu)
     for ours, theirs in zip(step(config), usual, strict=True):

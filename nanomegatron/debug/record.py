@@ -10,10 +10,11 @@ A row is identified by its sample's number in the run and its position there, wh
 sequence-parallel rank has it; features by the slices of the layer's weight. Names are those of checkpoints;
 outputs of a fused layer are recorded part by part (linear_qkv.q). Gradients are divided by the loss scale.
 Experts' rows are in the order of routing, so of these only the whole layer and the router are recorded.
+Layers run in the plain form (`model.run_layers`), which calls every module.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,8 +28,7 @@ from nanomegatron.checkpoint.checkpoint import module_states
 from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED
 from nanomegatron.debug.gather import Copy, Order, Recorded
 from nanomegatron.dp import Bucket
-from nanomegatron.layers import Norm
-from nanomegatron.model import Branch, GPTModel, TransformerLayer
+from nanomegatron.model import GPTModel, run_layers
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.param import Part
 from nanomegatron.pp import NoTracer
@@ -47,6 +47,12 @@ def module_names(chunk: GPTModel) -> dict[nn.Module, str]:
         if path and not isinstance(module, nn.ModuleList | nn.Identity):
             names[module] = re.sub(r"\.([qk])_norm$", r".\1_layernorm", path)
     return names
+
+
+def use_plain_layers(model: Iterable[GPTModel]) -> None:
+    """Let all layers run in the plain form, which calls every module: `FusedLayers` reads some past hooks."""
+    for chunk in model:
+        chunk.run_layers = run_layers
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -80,6 +86,7 @@ class Recorder(NoTracer):
         self.batches: list[Batch] = []
         self.heads: dict[nn.Module, Part] = {}
         self.unreduced: dict[nn.Parameter, torch.Tensor] = {}
+        use_plain_layers(run.model)
         for chunk in run.model:
             for module, name in module_names(chunk).items():
                 if isinstance(module, SelfAttention) and module.q_norm is not None:
@@ -107,15 +114,10 @@ class Recorder(NoTracer):
     def _before(self, name: str, module: nn.Module, args: tuple) -> tuple:
         args, found = list(args), 0
         self.inside.append(name)
-        if isinstance(module, Norm):  # whose input is the sum with the residual stream, or only that
-            at = 1 if len(args) > 1 and isinstance(args[1], torch.Tensor) else 0
-            args[at] = self._passed_on(name, "input", module, args[at])
-            return tuple(args)
         for i, x in enumerate(args):
             weights = isinstance(x, torch.Tensor) and x.dim() == 2 and not isinstance(module, Router)
             if isinstance(x, torch.Tensor) and tensors_of(x) and not weights:  # of the losses
-                branch = args[4] if isinstance(module, TransformerLayer) else None
-                self._keep(name, f"input{found or ''}", module, _with_branch(x, branch))
+                self._keep(name, f"input{found or ''}", module, x)
                 args[i] = self._passed_on(name, f"input{found or ''}", module, x)
                 found += 1
         return tuple(args)
@@ -130,11 +132,7 @@ class Recorder(NoTracer):
         self.inside.remove(name)
         found = list(output) if isinstance(output, tuple) else [output]
         value = found[0]
-        if isinstance(module, TransformerLayer):
-            value = _with_branch(*output)
-        elif isinstance(module, Norm) and len(found) > 1:  # and the sum that it normalizes
-            self._keep(name, "input", module, found[1])
-        elif getattr(module, "skip_bias_add", False) and output[1] is not None:
+        if getattr(module, "skip_bias_add", False) and output[1] is not None:
             value = value.detach() + output[1].detach()
         self._keep(name, "output", module, value)
         found[0] = self._passed_on(name, "output", module, found[0])
@@ -255,12 +253,6 @@ class Recorder(NoTracer):
         data = x.detach().flatten().cpu().clone()
         place, shape = [numbers[at : at + len(data)]], list(part.shape)
         self.pieces.append(Recorded(self.step, kind, part.name, self.mesh.rank, copy, place, shape, data))
-
-
-@torch.no_grad()
-def _with_branch(x: torch.Tensor, branch: Branch | None) -> torch.Tensor:
-    """The residual stream x `[s, b, h]` with what a layer leaves to the next one to add -> `[s, b, h]`"""
-    return x if branch is None else branch.add(x)
 
 
 def _copies(part: Part) -> Copy:

@@ -1,4 +1,4 @@
-"""Same result as `layers.normalize` and `layers.activate` before an FP8 layer that quantizes its own input.
+"""Same result as `fused_layer.fused_norm` and `layers.activate` before an FP8 layer that casts its own input.
 
 Here a tensor that only such a layer reads is quantized where it is computed, if possible in the same kernel:
 
@@ -26,12 +26,13 @@ import functools
 import torch
 from torch import nn
 
+from nanomegatron.fast.fused_layer import Branch, fused_norm
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.fp8_linear import cast_input, input_copies
-from nanomegatron.layers import MLP, Norm, OutputLayer, activate, normalize
+from nanomegatron.layers import MLP, Norm, OutputLayer, activate
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_stats
-from nanomegatron.ops.dropout import Dropout, bias_dropout_add
+from nanomegatron.ops.dropout import bias_dropout_add
 from nanomegatron.ops.fp8_fused import (
     bias_act_backward_fp8,
     bias_act_fp8,
@@ -66,30 +67,26 @@ def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
 
 
-class QuantizingNorm:
-    """A `Norm.op` whose result only `linear` reads, in FP8.
+def quantizing_norm(
+    norm: nn.Module, reader: nn.Module | None, x: torch.Tensor, branch: Branch | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `FusedLayers.norm`: if only an FP8 layer reads the result, it is in FP8.
 
-    x, residual `[s, b, h]` or `[s/tp, b, h]`, bias `[h]` -> a placeholder `[..., h]`, and the sum `[..., h]`
+    x `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and the sum `[..., h]`
     """
-
-    def __init__(self, linear: nn.Module) -> None:
-        self.linear = linear
-
-    def __call__(
-        self,
-        layer: Norm,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        drop: Dropout | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        fp8 = self.linear.fp8
-        if not (layer.fused and fp8.has_scale):
-            y, total = normalize(layer, x, residual, bias, drop)
-            return quantized_for(self.linear, y), total
-        x = bias_dropout_add(x, bias, None, drop)  # the kernel has neither
-        how = layer.weight, layer.bias, layer.eps, layer.from_one, fp8, copies_for(self.linear)
-        return NormFp8Function.apply(x, residual, *how)
+    if reader is None or not accepts_fp8(reader) or not isinstance(norm, Norm):
+        return fused_norm(norm, reader, x, branch)
+    if not (norm.fused and reader.fp8.has_scale):
+        y, total = fused_norm(norm, reader, x, branch)
+        return quantized_for(reader, y), total
+    residual = None
+    if branch is not None:
+        residual = x
+        x = bias_dropout_add(branch.y, branch.bias, None, branch.drop, accumulate_sums)  # not in the kernel
+    copies = copies_for(reader)
+    return NormFp8Function.apply(
+        x, residual, norm.weight, norm.bias, norm.eps, norm.from_one, reader.fp8, copies
+    )
 
 
 def quantizing_activate(mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,7 +21,7 @@ not 72.5; eight microbatches 131.1 ms, not 323.8 (benchmarks/results/2026-11-27-
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from torch import nn
 
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import GraphedSteps, GraphStep, missing_memory, shape_of
-from nanomegatron.model import Branch
+from nanomegatron.fast.fused_layer import Branch, FusedLayers
 from nanomegatron.recompute import CaptureInputGrad
 
 Address = tuple[int, tuple[int, ...]]
@@ -44,12 +44,13 @@ def address(x: torch.Tensor) -> Address:
 
 @dataclass
 class GraphedLayers(GraphedSteps):
-    """GraphedSteps that launches layers: while a microbatch runs, `GPTModel.run_layer` is its own."""
+    """GraphedSteps that launches layers: while a microbatch runs, `FusedLayers.run_layer` is its own."""
 
     what: ClassVar[str] = "forward and backward of each layer are launched as CUDA graphs"
 
     missing: Callable[[torch.device], int] = partial(missing_memory, activations=2.5)
     kind: Hashable = None  # of the microbatch that runs
+    fused: FusedLayers = FusedLayers()  # whose layers are captured
     written: set[Address] = field(default_factory=set)  # tensors that graphs write and others read
     statics: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)  # by kind: copies for graphs
     copies: dict[Address, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -57,9 +58,10 @@ class GraphedLayers(GraphedSteps):
     def run(self, chunk: nn.Module, step: GraphStep, i: int) -> None:
         """Run microbatch i, its layers as graphs, which are captured if there are none yet."""
         self.kind = shape_of(step, i), i == 0
-        chunk.run_layer = self.run_layer
+        self.fused = chunk.run_layers
+        chunk.run_layers = replace(self.fused, run_layer=self.run_layer)
         step(chunk, i).backward()
-        del chunk.run_layer
+        chunk.run_layers = self.fused
         if (found := len(self.copies)) != (known := len(self.statics[self.kind])):
             raise RuntimeError(f"graphs of layers read {known} tensors of a microbatch, this one has {found}")
         self.copies.clear()
@@ -68,12 +70,12 @@ class GraphedLayers(GraphedSteps):
         self,
         layer: nn.Module,
         x: torch.Tensor,
+        branch: Branch | None,
         batch: Batch,
         rotary: tuple | None,
         cache: None,
-        branch: Branch | None,
     ) -> tuple[torch.Tensor, Branch]:
-        """What `GPTModel` calls in place of the layer. x `[s, b, h]` -> x `[s, b, h]` and a branch"""
+        """What runs in place of `FusedLayers.layer`. x `[s, b, h]` -> x `[s, b, h]` and a branch"""
         if (graph := self.graphs.get((self.kind, layer))) is None:
             graph = self.graphs[self.kind, layer] = LayerGraph(self, layer, branch)
         graph.batch, graph.rotary = batch.each(self.fixed), rotary and tuple(map(self.fixed, rotary))
@@ -129,7 +131,7 @@ class LayerGraph:
         branch = self.before
         if branch is not None:
             branch = branch._replace(y=CaptureInputGrad.apply(y.detach(), leaf, self.found[1]))
-        x, branch = self.layer(x, self.batch, self.rotary, None, branch)
+        x, branch = self.graphs.fused.layer(self.layer, x, branch, self.batch, self.rotary)
         self.roots, self.branch = (x, branch.y), branch._replace(y=branch.y.detach())
 
     def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:

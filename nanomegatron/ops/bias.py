@@ -48,6 +48,15 @@ def bias_grad(bias: torch.Tensor, grad: torch.Tensor, accumulate: Accumulate) ->
     return accumulate(bias, lambda target: column_sums(grad, target)) if bias.requires_grad else None
 
 
+def add_grad(
+    bias: torch.Tensor | None, grad: torch.Tensor | None, accumulate: Accumulate
+) -> torch.Tensor | None:
+    """Give a bias's gradient `[n]` that a kernel has made to `accumulate` -> `[n]` or None"""
+    if bias is None or not bias.requires_grad:
+        return None
+    return accumulate(bias, lambda target: grad if target is None else target.add_(grad))
+
+
 def column_sums(x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
     """Add the sums over all rows of x to target, or return them. x `[..., n]`, target `[n]` -> `[n]`"""
     differentiable = torch.is_grad_enabled() and x.requires_grad

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.ops.bias import Accumulate, add_bias, for_autograd
 from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act
 from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
@@ -29,12 +30,23 @@ def plain_act(config: TransformerConfig) -> int | None:
 
 
 def activation(config: TransformerConfig) -> Callable[..., torch.Tensor]:
-    """The function between an MLP's linear layers: of x, or if it is not gated of (x, bias, accumulate)."""
-    if (act := plain_act(config)) is not None:
+    """The function between an MLP's linear layers, of (x, bias, accumulate) or of x: see `bias_act`."""
+    act = plain_act(config)
+    if act is not None:
         return partial(bias_act, act=act)
-    if config.geglu:
-        return partial(gated if config.bias_swiglu_fusion else gated_ref, act=GELU)
-    return swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
+    unit = gated if config.bias_swiglu_fusion else gated_ref
+    return partial(bias_gated, unit=partial(unit, act=GELU if config.geglu else SILU))
+
+
+def bias_gated(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    accumulate: Accumulate = for_autograd,
+    *,
+    unit: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A gated unit of x + bias. x `[..., 2*f]`, bias `[2*f]` -> `[..., f]`. accumulate: as in `bias_act`."""
+    return unit(add_bias(x, bias, accumulate))
 
 
 def gated(x: torch.Tensor, act: int) -> torch.Tensor:
