@@ -240,9 +240,9 @@ class Bucket:
             self.gather = None
 
 
-def wait_params(module: nn.Module) -> None:
-    """Wait for the gathers of all parameters of a module, before something reads them past its hooks."""
-    for param in module.parameters():
+def wait_params(params: Iterable[nn.Parameter]) -> None:
+    """Wait for the gathers of parameters, before something reads them past the hooks of their modules."""
+    for param in params:
         bucket = getattr(param, "bucket", None)
         if bucket is not None:
             bucket.wait_params()

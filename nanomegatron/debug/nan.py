@@ -2,7 +2,7 @@
 
 Every module's inputs and outputs and the gradients of both are checked before the next computation, so before
 ranks sum them; weight gradients once complete. The message has the ranges of the module's inputs and weights.
-The host waits for each, so a step is slow; without the flag there are no hooks. Layers run in the plain form.
+The host waits for each, so a step is slow; without the flag there are no hooks.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron.debug.record import module_names, tensors_of, use_plain_layers, watched
+from nanomegatron.debug.record import module_names, tensors_of, watched
 from nanomegatron.dp import Bucket, Buckets
 from nanomegatron.faults.health import BadSteps
 from nanomegatron.mesh import Mesh
@@ -21,7 +21,6 @@ from nanomegatron.pp import Stages
 
 def stop_at_nan(model: Stages, grads: Buckets, mesh: Mesh) -> None:
     """Add the hooks to modules and buckets. What they find is raised as BadSteps, on the rank that has it."""
-    use_plain_layers(model)
     for chunk in model:
         for module, name in module_names(chunk).items():
             module.register_forward_pre_hook(partial(_before, name, mesh))

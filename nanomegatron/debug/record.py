@@ -10,11 +10,11 @@ A row is identified by its sample's number in the run and its position there, wh
 sequence-parallel rank has it; features by the slices of the layer's weight. Names are those of checkpoints;
 outputs of a fused layer are recorded part by part (linear_qkv.q). Gradients are divided by the loss scale.
 Experts' rows are in the order of routing, so of these only the whole layer and the router are recorded.
-Layers run in the plain form (`model.run_layers`), which calls every module.
+A layer with hooks runs in the plain form (`fast/fused_layer.py`), which calls every module.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from nanomegatron.checkpoint.checkpoint import module_states
 from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED
 from nanomegatron.debug.gather import Copy, Order, Recorded
 from nanomegatron.dp import Bucket
-from nanomegatron.model import GPTModel, run_layers
+from nanomegatron.model import GPTModel
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.param import Part
 from nanomegatron.pp import NoTracer
@@ -47,12 +47,6 @@ def module_names(chunk: GPTModel) -> dict[nn.Module, str]:
         if path and not isinstance(module, nn.ModuleList | nn.Identity):
             names[module] = re.sub(r"\.([qk])_norm$", r".\1_layernorm", path)
     return names
-
-
-def use_plain_layers(model: Iterable[GPTModel]) -> None:
-    """Let all layers run in the plain form, which calls every module: `FusedLayers` reads some past hooks."""
-    for chunk in model:
-        chunk.run_layers = run_layers
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -86,7 +80,6 @@ class Recorder(NoTracer):
         self.batches: list[Batch] = []
         self.heads: dict[nn.Module, Part] = {}
         self.unreduced: dict[nn.Parameter, torch.Tensor] = {}
-        use_plain_layers(run.model)
         for chunk in run.model:
             for module, name in module_names(chunk).items():
                 if isinstance(module, SelfAttention) and module.q_norm is not None:

@@ -8,16 +8,16 @@ residual stream x, to the next norm, whose kernel adds it and returns the norm a
 the branch of the layer before, and its own last one goes to the next layer; at the end of a segment it is
 added. (As hidden_states, residual in vLLM; arXiv 2104.04473 fuses bias, dropout and add.)
 
-What reads a weight here without its module waits for all gathered parameters of the layer first. Hooks of
-norms and of the linear layers behind attention and MLP are not called: what hooks modules (debug/) sets
-`GPTModel.run_layers` to the plain form.
+What reads a weight here without its module waits for all gathered parameters of the layer first. Norms, and
+the linear layers behind attention and MLP, are not called as modules: a layer of which a module has a hook
+(debug/, a user's) runs in the plain form.
 
 Gain: residual sum and RMSNorm of 8,192 x 4,096 take 69.4 us on an H200, in plain torch 1.34 times as long;
 their backward takes 69.9 us, not 2.32 times that (benchmarks/results/2026-11-21-kernels-h200.json).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import nn
 from nanomegatron.attention import Cache
 from nanomegatron.batch import Batch
 from nanomegatron.dp import wait_params
+from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.layers import MLP, Norm
 from nanomegatron.model import TransformerLayer
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
@@ -70,12 +71,13 @@ class FusedLayers:
     """A `GPTModel.run_layers`. norm: `fused_norm`, or what does the same.
 
     recompute: norms are not kept for the backward. run_layer: what takes the place of `layer`, as CUDA graphs
-    of layers do (`fast/layer_graphs.py`).
+    of layers do (`fast/layer_graphs.py`). parts: of each layer, its modules and parameters.
     """
 
     norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fused_norm
     recompute: bool = False
-    run_layer: Callable[..., tuple[torch.Tensor, Branch]] | None = None
+    run_layer: Callable[..., tuple[torch.Tensor, Branch | None]] | None = None
+    parts: dict[nn.Module, tuple[list[nn.Module], list[nn.Parameter]]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -100,9 +102,16 @@ class FusedLayers:
         batch: Batch,
         rotary: tuple | None,
         cache: Cache | None = None,
-    ) -> tuple[torch.Tensor, Branch]:
+    ) -> tuple[torch.Tensor, Branch | None]:
         """Run a layer -> x `[s, b, h]` with `branch` and attention's added, and the branch of the MLP"""
-        wait_params(layer)
+        if layer not in self.parts:
+            self.parts[layer] = list(layer.modules()), list(layer.parameters())
+        modules, params = self.parts[layer]
+        if any(map(has_hooks, modules)):
+            x = x if branch is None else branch.add(x)
+            return layer(x, batch, rotary, cache), None
+        wait_params(params)
+
         attention, mlp = layer.self_attention, layer.mlp
         dense = isinstance(mlp, MLP)
         adds_bias = not leaves_bias(layer)
