@@ -1,28 +1,39 @@
-"""The structure of the package: rooms and their budgets, the order of imports, what files of fast/ say."""
+"""The structure of the package: rooms and their figures, the order of imports, what files of fast/ say."""
 
 import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
-# Lines of a room, all counted; "" is the core. A feature pays from its own room.
-BUDGETS = {
-    "": 6597,
-    "checkpoint": 4710,
-    "commands": 1794,
-    "config": 3866,
-    "data": 3152,
-    "debug": 1120,
-    "fast": 3280,
-    "faults": 1593,
-    "ops": 3802,
-    "plan": 2010,
-    "report": 2612,
-}
+# Today's figures of each room: its statements (`Source.statements`), and how often one of them does several
+# things at once (`dense`). They may only fall, except that a room may always have what the targets allow it:
+# so many per 1,000 statements; the core shall have 3,000. A feature pays from its own room: who moves code
+# moves its figures.
+TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
+KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
+TODAY = """
+              statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
+core                3305          166            226      72      18      52
+checkpoint          2582          105            138      33      29      33
+commands            1098           47             85      30      13      21
+config              2347          112            138      11      43      47
+data                1752           70             87      22      16       9
+debug                665           30             48       8       4      12
+fast                1586           91             65      44       9       9
+faults               890           44             44       2       4      15
+ops                 1926          107            165      96       3      29
+plan                1161           87             89      13       7      29
+programs             773           20             47       2      16      10
+report              1470           72             70       7      12      16
+"""
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
-# room (whose name ends in /) those of its room.
+# room (whose name ends in /) those of its room. Ideas stand below fast/ and variants/, these below build,
+# then checkpoint/, report/, faults/, debug/, then step, run, train. Not yet so: faults.alive, debug/,
+# faults.recovery and checkpoint.resume import run, and stand above it; mesh imports faults.attempt.
 RANKS = """
 schedules batch
 config/
@@ -35,10 +46,10 @@ layers moe fp8_linear optim data/
 attention
 model
 pp
-fast/
+fast/ variants/
+build
 checkpoint/ report/
 faults/
-build
 run
 generate step
 faults.alive
@@ -72,16 +83,95 @@ def project_imports(source: Source, level: str) -> Iterator[tuple[int, str]]:
             yield line, parts[0]
 
 
-def test_rooms_are_within_their_budgets():
-    lines = dict.fromkeys(BUDGETS, 0)
-    for s in PACKAGE:
-        room, dot, _ = s.module.partition(".")
-        lines[room if dot else ""] += len(s.lines)
-    none(
-        f"{room or 'the core'}: {n} lines, at most {BUDGETS[room]}"
-        for room, n in lines.items()
-        if n > BUDGETS[room]
-    )
+def room_of(source: Source) -> str:
+    return "programs" if "/" not in source.name else source.room.rstrip("/") or "core"
+
+
+def figures() -> dict[str, list[int]]:
+    """Of each room what TODAY has."""
+    found: dict[str, list[int]] = {}
+    for s in SOURCES:
+        kinds = [kind for _, kind in dense(s)]
+        row = [len(s.statements), *map(kinds.count, KINDS)]
+        found[room_of(s)] = [sum(pair) for pair in zip(found.get(room_of(s), [0] * 6), row)]
+    return found
+
+
+def dense(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, kind) of what does several things at once."""
+    for n in ast.walk(source.tree):
+        if (
+            isinstance(n, ast.Assign)
+            and isinstance(n.targets[0], ast.Tuple)
+            and isinstance(n.value, ast.Tuple)
+        ):
+            yield n.lineno, "a, b = x, y"
+        if isinstance(n, ast.Assign | ast.Return) and isinstance(n.value, ast.BoolOp):
+            yield n.lineno, "x or y"
+        if isinstance(n, ast.Call) and any(isinstance(a, ast.Starred) for a in n.args):
+            yield n.lineno, "f(*x)"
+        if isinstance(n, ast.IfExp):
+            yield n.lineno, "x if c else y"
+        if isinstance(n, ast.NamedExpr):
+            yield n.lineno, ":="
+
+
+def off_today(room: str, now: list[int], today: list[int]) -> Iterator[str]:
+    """What has risen over its figure and its target, and what has fallen by a step without its figure."""
+    targets = TARGETS.get(room, TARGETS["other"])
+    free = [0, *(now[0] * target // 1000 for target in targets)]
+    for what, n, recorded, target, step in zip(("statements", *KINDS), now, today, free, (50, 5, 5, 5, 5, 5)):
+        if n > max(recorded, target):
+            yield f"{room}: {n} {what}, at most {max(recorded, target)}"
+        if recorded >= n + step and recorded > target:
+            yield f"{room}: {n} {what}, the figure of {recorded} must fall"
+
+
+def test_rooms_are_within_their_figures():
+    head, *rows = TODAY.strip("\n").splitlines()
+    today = {room: [int(n) for n in row] for room, *row in map(str.split, rows)}
+    now = figures()
+    found = [what for room, row in now.items() for what in off_today(room, row, today.get(room, [0] * 6))]
+    lowest = {room: map(min, row, today.get(room, row)) for room, row in sorted(now.items())}
+    table = [room.ljust(14) + "{:10}{:13}{:15}{:8}{:8}{:8}".format(*row) for room, row in lowest.items()]
+    assert not found, "\n".join(["", *found, "what has fallen, in TODAY:", head, *table])
+
+
+@pytest.mark.parametrize(
+    "code, expected",
+    [
+        ("a, b = x, y", "a, b = x, y"),
+        ("a, b = f()", ""),
+        ("z = x if c else y", "x if c else y"),
+        ("f(*x)", "f(*x)"),
+        ("f(**x)", ""),
+        ("f(n := 1)", ":="),
+        ("z = x or y", "x or y"),
+        ("if x or y: pass", ""),
+    ],
+)
+def test_density_itself(code, expected):
+    found = [kind for _, kind in dense(Source(ROOT / "nanomegatron" / "invented.py", code))]
+    assert found == [expected] * bool(expected)
+
+
+def test_figures_of_a_room_may_only_fall():
+    """But up to the target all is free, and for a few less nobody has to write."""
+    today = [1000, 40, 60, 20, 11, 5]
+    assert not list(off_today("data", today, today))
+    assert not list(off_today("data", [951, 36, 56, 16, 7, 13], today))
+    assert list(off_today("data", [1001, 41, 61, 21, 12, 15], today)) == [
+        "data: 1001 statements, at most 1000",
+        "data: 41 a, b = x, y, at most 40",
+        "data: 61 x if c else y, at most 60",
+        "data: 21 f(*x), at most 20",
+        "data: 12 :=, at most 11",
+        "data: 15 x or y, at most 14",
+    ]
+    assert list(off_today("data", [950, 35, 60, 20, 11, 5], today)) == [
+        "data: 950 statements, the figure of 1000 must fall",
+        "data: 35 a, b = x, y, the figure of 40 must fall",
+    ]
 
 
 def test_every_module_has_a_rank():
@@ -142,13 +232,14 @@ def lacks(docstring: str) -> str:
 
 
 def test_little_must_be_opened_to_read_a_part():
-    """Core modules that one reaches by imports, and beside them at most 9 modules of rooms."""
+    """Modules of the core, fast/ and variants/ that one reaches by imports; of other rooms at most 9."""
     graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
     model = reached("model", graph) | {"model"}
-    for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "moe": 7}.items():
+    for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "moe": 7, "model": 12}.items():
         found = reached(part, graph) - {"_kernels"}
-        core = {m for m in found if "." not in m}
-        assert len(core) <= most and len(found - core) <= 9, f"{part}: {sorted(found)}"
+        near = {m for m in found if "." not in m or m.startswith(("fast.", "variants."))}
+        assert len(near) <= most, f"{part}: {sorted(near)}"
+        assert len(found - near) <= 9 or part == "model", f"{part}: {sorted(found - near)}"
     assert len(reached("pp", graph) - model) <= 6
 
 

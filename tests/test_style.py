@@ -2,15 +2,35 @@
 
 import ast
 import functools
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 500, 60, 35
-MAX_ARGUMENTS, MAX_LINE, MAX_PARALLEL = 8, 110, 3
+# Statements are logical lines: docstrings, imports, comments, blank lines and line breaks do not count.
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 280, 45, 17  # statements
+MAX_FIELDS, MAX_ARGUMENTS, MAX_FORWARD, MAX_PARALLEL = 10, 8, 12, 3
+MAX_LINES, MAX_LINE = 500, 110  # lines of a file, characters of a line
+
+# What is over these limits today. Figures may only fall; what comes within its limit leaves the list.
+LONG_FILES = {"nanomegatron/config/cli.py": 281, "nanomegatron/config/hf.py": 292, "train.py": 284}
+LONG_FUNCTIONS = {
+    "checkpoint.resume.load_checkpoint": 56,
+    "commands.plan.choose_layout": 46,
+    "config.pickles.build_pickle": 52,
+    "train.set_up": 52,
+    "train.train_step": 49,
+}
+WIDE_CLASSES = {
+    "config.rules.Rules": 18,
+    "fast.cuda_graphs.GraphedSteps": 13,
+    "plan.cluster.Cluster": 14,
+    "run.Run": 29,
+}
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}
 # early and banner read what torchrun says; doctor reports what is set; setup looks for the compiler;
@@ -47,6 +67,17 @@ class Source:
     def classes(self) -> list[ast.ClassDef]:
         return [n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef)]
 
+    @functools.cached_property
+    def statements(self) -> list[int]:
+        """The line in which each statement ends."""
+        ends = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        free = {line for node in ast.walk(self.tree) if is_free(node) for line in lines_of(node)}
+        return [t.start[0] for t in ends if t.type == tokenize.NEWLINE and t.start[0] not in free]
+
+    def size(self, node: ast.AST) -> int:
+        """The statements of a function or a class, its first line among them."""
+        return sum(line in lines_of(node) for line in self.statements)
+
     def imports(self, level: str) -> Iterator[tuple[int, str]]:
         """(line, dotted name) of imports at the 'top' of the module or 'inside' functions and classes."""
         inside = {id(n) for f in self.functions + self.classes for n in ast.walk(f)}
@@ -73,39 +104,83 @@ def none(violations: Iterator[str]) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def length(node: ast.AST) -> int:
-    return node.end_lineno - node.lineno + 1
+def lines_of(node: ast.AST) -> range:
+    return range(node.lineno, node.end_lineno + 1)
+
+
+def is_free(node: ast.AST) -> bool:
+    """Imports and docstrings are no statements."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.Import | ast.ImportFrom) or text and isinstance(node.value.value, str)
+
+
+def above(what: str, found: Iterator[tuple[str, int]], most: int, today: dict[str, int]) -> Iterator[str]:
+    """What of (name, size) is larger than `most` and than today, and what has shrunk without its figure."""
+    largest: dict[str, int] = {}
+    for name, size in found:
+        largest[name] = max(size, largest.get(name, 0))
+    for name in largest.keys() | today.keys():
+        size, recorded = largest.get(name, 0), today.get(name, most)
+        if size > recorded:
+            yield f"{name}: {size} {what}, at most {recorded}"
+        elif recorded > max(size, most):
+            yield f"{name}: {size} {what}, its figure is {recorded}"
+        elif name in today and size <= most:
+            yield f"{name}: {size} {what}, within {most}: take it out of the list"
 
 
 def test_files_are_short():
-    none(f"{s.name}:{len(s.lines)} lines, at most {MAX_FILE}" for s in PYTHON if len(s.lines) > MAX_FILE)
+    none(f"{s.name}: {len(s.lines)} lines, at most {MAX_LINES}" for s in PYTHON if len(s.lines) > MAX_LINES)
+    none(above("statements", ((s.name, len(s.statements)) for s in SOURCES), MAX_FILE, LONG_FILES))
 
 
 def test_functions_are_short():
-    none(
-        f"{s.name}:{f.lineno} {f.name}: {length(f)} lines, at most {MAX_FUNCTION}"
-        for s in SOURCES
-        for f in s.functions
-        if length(f) > MAX_FUNCTION
-    )
+    found = ((f"{s.module}.{f.name}", s.size(f)) for s in SOURCES for f in s.functions)
+    none(above("statements", found, MAX_FUNCTION, LONG_FUNCTIONS))
 
 
 def test_most_functions_are_shorter():
     """The 90th percentile; the message lists what is beyond it, longest first."""
-    lengths = sorted((length(f), f"{s.name}:{f.lineno} {f.name}") for s in SOURCES for f in s.functions)
-    beyond = [f"{n} {where}" for n, where in reversed(lengths) if n > P90_FUNCTION]
-    assert len(beyond) <= 0.1 * len(lengths), "\n" + "\n".join(beyond)
+    sizes = sorted((s.size(f), f"{s.name}:{f.lineno} {f.name}") for s in SOURCES for f in s.functions)
+    beyond = [f"{n} {where}" for n, where in reversed(sizes) if n > P90_FUNCTION]
+    assert len(beyond) <= 0.1 * len(sizes), "\n" + "\n".join(beyond)
+
+
+def test_data_classes_have_few_fields():
+    """But settings, and three that hold what the whole run shares."""
+    found = (
+        (f"{s.module}.{c.name}", fields(c)) for s in SOURCES for c in s.classes if not is_wide(s, c.name)
+    )
+    none(above("fields", found, MAX_FIELDS, WIDE_CLASSES))
+
+
+def is_wide(source: Source, name: str) -> bool:
+    settings = source.room == "config/" and name.endswith("Config")
+    return settings or name in ("Mesh", "Batch", "Paths")
+
+
+def fields(node: ast.ClassDef) -> int:
+    """The fields of a data class or a named tuple; 0 for other classes."""
+    data = any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    data |= any("NamedTuple" in ast.unparse(b) for b in node.bases)
+    return data * sum(isinstance(n, ast.AnnAssign) for n in node.body)
 
 
 def test_functions_take_few_arguments():
     """Not counted: what catches keywords that there are not, to answer them."""
+    none(f"{s.name}:{line} {what}" for s in SOURCES for line, what in many_arguments(s))
+
+
+def many_arguments(source: Source) -> Iterator[tuple[int, str]]:
+    """Functions of more than 8 arguments; the forward of an autograd.Function, called by position, of 12."""
     free = ("self", "cls", "ctx", "megatron")
-    none(
-        f"{s.name}:{f.lineno} {f.name}: {len(names)} arguments, at most {MAX_ARGUMENTS}"
-        for s in SOURCES
-        for f in s.functions
-        if len(names := [a for a in arguments(f) if a.arg not in free]) > MAX_ARGUMENTS
-    )
+    functions = [c for c in source.classes if any("Function" in ast.unparse(b) for b in c.bases)]
+    forwards = {f for c in functions for f in c.body if getattr(f, "name", "") == "forward"}
+    for f in source.functions:
+        names = [a for a in arguments(f) if a.arg not in free]
+        most = MAX_FORWARD if f in forwards else MAX_ARGUMENTS
+        if len(names) > most:
+            yield f.lineno, f"{f.name}: {len(names)} arguments, at most {most}"
 
 
 def arguments(function: ast.FunctionDef) -> list[ast.arg]:
@@ -253,7 +328,7 @@ def public_definitions(source: Source) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.name
             for method in node.body if isinstance(node, ast.ClassDef) else []:
                 public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-                if public and method.name not in known and length(method) > 5:
+                if public and method.name not in known and len(lines_of(method)) > 5:
                     yield method, f"{node.name}.{method.name}"
 
 
@@ -337,6 +412,8 @@ def is_code(line: str) -> bool:
         (unsafe, "from torch import load", "import of torch.load"),
         (unsafe, "subprocess.getoutput('ls')", "getoutput"),
         (unsafe, "dist.all_gather_object(a, b)", "object collectives"),
+        (many_arguments, "def f(a, b, c, d, e, f, g, h, i): pass", "9 arguments, at most 8"),
+        (many_arguments, "class F(Function):\n    def forward(ctx, a, b, c, d, e, f, g, h, i): pass", ""),
         (changed_in_functions, "seen = {}\ndef f(x):\n    seen[x] = 1", "seen"),
         (changed_in_functions, "seen = {}\ndef f(seen):\n    seen[1] = 1", ""),
         (long_assignments, "a, b, c, d = x, y, z, 4", "4 values"),
@@ -349,4 +426,45 @@ def is_code(line: str) -> bool:
 def test_the_rules_themselves(rule, code, expected):
     """A rule that finds nothing because it looks at nothing would pass for ever."""
     found = [what for _, what in rule(Source(ROOT / "nanomegatron" / "invented.py", code))]
+    assert expected in found[0] if expected else not found
+
+
+def test_statements_are_counted():
+    """Docstrings, imports, comments and line breaks are free; `else` and decorators are statements, too."""
+    code = """
+import os  # free
+@cached
+def f(x, y):
+    'free'
+    # free
+    if x:
+        return [x,
+                y]
+    else:
+        return (y +
+                x)
+class C(NamedTuple):
+    a: int
+    "free"
+    b: int = 0
+"""
+    source = Source(ROOT / "nanomegatron" / "invented.py", code)
+    assert len(source.statements) == 9
+    assert source.size(source.functions[0]) == 5 and fields(source.classes[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "size, today, expected",
+    [
+        (45, {}, ""),
+        (46, {}, "46 statements, at most 45"),
+        (50, {"f": 50}, ""),
+        (51, {"f": 50}, "51 statements, at most 50"),
+        (49, {"f": 50}, "its figure is 50"),
+        (45, {"f": 46}, "its figure is 46"),
+        (44, {"f": 45}, "take it out of the list"),
+    ],
+)
+def test_figures_may_only_fall(size, today, expected):
+    found = list(above("statements", iter([("f", size), ("f", 1)]), 45, today))
     assert expected in found[0] if expected else not found
