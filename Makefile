@@ -82,7 +82,6 @@ faults: $(VENV)/.test
 
 goldens: $(VENV)/.test
 	$(py) -m tests.golden --write
-	$(py) -m tests.host_trace --write
 
 OLD ?= $(error OLD is the checkout to compare with: make $@ OLD=../nanomegatron-before)
 gpu-gate: $(VENV)/.kernels

@@ -302,8 +302,3 @@ ENTERED = {
         ("dp2ep2z1fp", "moe", "rowwise"),
     ],
 }
-# GPUs' memory is files here: of these traces every one copies to or from a peer.
-TRACED = {
-    "peer_memory": ["tp-overlap-2", "cp-ring-2", "moe-blocks-2"],
-    "dp_peer": ["zero1-2", "zero2-2", "zero1-4"],
-}

@@ -9,7 +9,7 @@ from nanomegatron.fast.dp_peer import PeerShardComm, PeerShards
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.optim import Optimizer
 from nanomegatron.report.banner import buckets_text
-from tests.host_trace import Recorder, faked
+from tests.order import recorded
 from tests.spmd import run_spmd, spmd
 from tests.toy import CONFIG, RATES, Toy, train_step
 
@@ -37,16 +37,16 @@ def moved(comm: ShardComm | PeerShards, rank: int, op: str) -> list[torch.Tensor
 
 def alike(mesh, folder: str) -> None:
     """Whole numbers: to the bit, in however many pieces, and of tensors that are no shared ones."""
-    axis, recorder = mesh.dp_cp, Recorder(folder, mesh.rank)
+    axis = mesh.dp_cp
     for op in ("sum", "avg"):
         plain = moved(ShardComm(axis, mesh.device, 0), mesh.rank, op)
-        with faked(recorder):
+        with recorded(f"{folder}/{op}", mesh.rank):
             PeerShards.PIECE = 300
             bytes_of = sum(dtype.itemsize for dtype in (*TYPES, torch.uint8))
-            peers = PeerShards(axis, recorder.gpu, axis.size * sum(SIZES) * bytes_of)
+            peers = PeerShards(axis, mesh.device, axis.size * sum(SIZES) * bytes_of)
             shared = moved(peers, mesh.rank, op)
             assert peers.used == peers.shared_bytes
-            others = [torch.full((axis.size * 3,), mesh.rank + 1.0, device=recorder.gpu) for _ in range(2)]
+            others = [torch.full((axis.size * 3,), mesh.rank + 1.0) for _ in range(2)]
             summed = peers.start_reduce_scatter(others[0], op).wait()
             whole = peers.start_all_gather(others[1]).wait()
         total = axis.size * (axis.size + 1) / 2 / (axis.size if op == "avg" else 1)
@@ -73,7 +73,6 @@ def trained(mesh, parallel: ParallelConfig, grad_dtype, shard_comm) -> tuple:
 
 def train_both(mesh, folder: str) -> None:
     """Two ranks to the bit; three add in another order, and their gradients are padded to other lengths."""
-    recorder = Recorder(folder, mesh.rank)
     for sharding, dtype in (("optim", torch.float32), ("optim", torch.bfloat16), ("optim_grads", TYPES[0])):
         parallel = ParallelConfig(
             data_parallel_sharding_strategy=sharding,
@@ -83,7 +82,7 @@ def train_both(mesh, folder: str) -> None:
             ddp_average_in_collective=sharding == "optim",
         )
         plain = trained(mesh, parallel, dtype, ShardComm)
-        with faked(recorder):
+        with recorded(f"{folder}/{sharding} {dtype}", mesh.rank):
             comm = PeerShardComm(PeerAccess({"dp_cp": ""}))
             norms, weights, text, shared = trained(mesh, parallel, dtype, comm)
         assert "by GPU copy engines" in text and "by collectives" in plain[2]

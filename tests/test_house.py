@@ -9,9 +9,9 @@ import pytest
 from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Today's figures of each room: its statements (`Source.statements`), and how often one of them does several
-# things at once (`dense`). They may only fall, except that a room may always have what the targets allow it:
-# so many per 1,000 statements; the core shall have 3,000. A feature pays from its own room: who moves code
-# moves its figures.
+# things at once (`dense`). They may only fall; but what the targets allow, per 1,000 statements, a room may
+# always have. The core shall have 3,000 statements. A feature pays from its own room: who moves code moves
+# its figures.
 TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
@@ -156,7 +156,7 @@ def test_density_itself(code, expected):
 
 
 def test_figures_of_a_room_may_only_fall():
-    """But up to the target all is free, and for a few less nobody has to write."""
+    """But up to the target all is free, and a fall of a few needs no new figure."""
     today = [1000, 40, 60, 20, 11, 5]
     assert not list(off_today("data", today, today))
     assert not list(off_today("data", [951, 36, 56, 16, 7, 13], today))

@@ -13,9 +13,8 @@ import pytest
 from nanomegatron import fast
 from nanomegatron.mesh import World
 from tests import golden
-from tests.layouts import DRAWN, ENTERED, FIVE, FIVE_STEPS, NAMED, TRACED, UNCUT, flags_of
+from tests.layouts import DRAWN, ENTERED, FIVE, FIVE_STEPS, NAMED, UNCUT, flags_of
 from tests.spmd import run_spmd
-from tests.test_host_traces import GOLDENS
 from tests.training import (
     arguments,
     check_entered,
@@ -148,14 +147,12 @@ def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, 
 
 
 def test_fast_files_are_entered_by_several():
-    """Three layouts each in the fast tier; those that need GPUs' memory three host traces."""
+    """Three layouts each in the fast tier; those that need GPUs by tests that imitate one."""
     files = {path.stem for path in Path(fast.__file__).parent.glob("*.py")} - {"__init__"}
-    # Need a GPU; by a recorder: test_cuda_graphs.py, test_decode.py
-    graphs = {"cuda_graphs", "layer_graphs", "decode"}
-    assert files - graphs == ENTERED.keys() | TRACED.keys()
-    assert min(len(set(cases)) for cases in (*ENTERED.values(), *TRACED.values())) >= 3
-    for name in (name for names in TRACED.values() for name in names):
-        assert " peer" in (GOLDENS / f"{name}.txt").read_text()
+    graphs = {"cuda_graphs", "layer_graphs", "decode"}  # test_cuda_graphs.py, test_decode.py
+    memory = {"peer_memory", "dp_peer"}  # test_tp_overlap.py, test_cp_ring.py, test_dp_peer.py, test_order.py
+    assert files - graphs - memory == ENTERED.keys()
+    assert min(len(set(cases)) for cases in ENTERED.values()) >= 3
     assert sum(layout.endswith("fp") for layout, _ in NAMED) >= 40
     named = {(layout, model) for cases in ENTERED.values() for layout, model, kind in cases if not kind}
     assert named <= set(NAMED)

@@ -1,6 +1,6 @@
 """Which axes share memory: by what machines report and by copies, on ranks whose GPUs' memory is files."""
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import peer_access as mesh_peers
 from nanomegatron.fast.peer_access import Gpu, PeerAccess, _first_obstacle
 from nanomegatron.mesh import Mesh, axis_groups
-from tests.host_trace import Event, Handle, Recorder, faked
+from tests.order import Handle, recorded
 from tests.spmd import run_spmd
 
 
@@ -35,7 +35,6 @@ def test_what_machines_report():
 
 def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), refuses="", **more):
     """The errors of a mesh of tp 2 and how often this rank has met others to share memory."""
-    recorder = Recorder(folder, world.rank)
     get_buffer = Handle.get_buffer
 
     def get_lost(handle, peer, *what):
@@ -47,14 +46,15 @@ def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), refuses="", **more)
         raise RuntimeError("CUDA driver error: operation not supported")
 
     node = patch("platform.node", lambda: f"machine {machines[world.rank]}")
-    with node, patch.object(Handle, "get_buffer", get_lost), faked(recorder):
+    lost = patch.object(Handle, "get_buffer", get_lost)
+    with node, lost, recorded(folder, world.rank) as recorder:
         if refuses and world.rank in (0, 1):
             setattr(mesh_peers.symmetric, refuses, refused)
         parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo", **more)
-        mesh = Mesh.build(parallel, world, recorder.gpu)
+        mesh = Mesh.build(parallel, world, torch.device("cuda", world.rank))
         peers = PeerAccess.build(mesh, parallel)
         names = ("tp", "dp", "dp_cp", "ep", "world")
-        met = sum(n for key, n in recorder.counts.items() if key != "empty")
+        met = sum(n for key, n in recorder.made.items() if key != "empty")
         return {name: peers.error(getattr(mesh, name)) for name in names}, met
 
 
@@ -87,8 +87,9 @@ def mesh_cases(world, folder, case):
 
 def test_a_copy_that_never_ends(monkeypatch):
     monkeypatch.setattr(mesh_peers, "SECONDS", 0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(None, enable_timing=True))
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     mesh_peers._wait_for_copies(torch.device("cuda", 1))
-    monkeypatch.setattr(Event, "query", lambda event: False)
+    event.query.return_value = False
     with pytest.raises(RuntimeError, match="copy from cuda:1 .* did not end in 0 s: .* --no-peer-memory"):
         mesh_peers._wait_for_copies(torch.device("cuda", 1))
