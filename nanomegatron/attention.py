@@ -74,11 +74,13 @@ class SelfAttention(nn.Module):
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
-            whole = config.qk_layernorm_all_heads
-            kind = HeadsNorm if whole else Norm
-            sizes = (queries, keys) if whole else (config.head_dim, config.head_dim)
-            self.q_norm = kind(config, sizes[0], tp, init.at("q_layernorm"), partial=True)
-            self.k_norm = kind(config, sizes[1], tp, init.at("k_layernorm"), partial=True)
+            q_init, k_init = init.at("q_layernorm"), init.at("k_layernorm")
+            if config.qk_layernorm_all_heads:
+                self.q_norm = HeadsNorm(config, queries, tp, q_init)
+                self.k_norm = HeadsNorm(config, keys, tp, k_init)
+            else:
+                self.q_norm = Norm(config, config.head_dim, tp, q_init, partial=True)
+                self.k_norm = Norm(config, config.head_dim, tp, k_init, partial=True)
         self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
         self.cap, scale = config.attn_logit_softcapping, config.softmax_scale
         self.scale = 1.0 if scale is None else scale * math.sqrt(config.head_dim)  # of the queries

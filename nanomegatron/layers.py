@@ -74,27 +74,38 @@ class Norm(nn.Module):
         self, config: TransformerConfig, size: int, axis: Axis, init: Init, partial: bool = False
     ) -> None:
         super().__init__()
-        self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
-        self.fused, self.axis = config.persist_layer_norm, axis
-
-        def parameter(kind: str, value: float) -> nn.Parameter:
-            part = replica(f"{init.name}.{kind}", (size,), axis, partial)
-            return new_parameter(ParamSpec((part,), (size,), decay=False), init, fill=value)
-
-        self.weight = parameter("weight", 0.0 if self.from_one else 1.0)
-        self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
+        self.eps = config.norm_epsilon
+        self.from_one = config.apply_layernorm_1p
+        self.fused = config.persist_layer_norm
+        self.weight = norm_parameter(init.at("weight"), size, axis, partial, fill=1 - self.from_one)
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = norm_parameter(init.at("bias"), size, axis, partial, fill=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normalize = norm if self.fused else norm_ref
         return normalize(x, self.weight, self.bias, self.eps, self.from_one)
 
 
-class HeadsNorm(Norm):
+def norm_parameter(init: Init, size: int, axis: Axis, partial: bool, fill: float) -> nn.Parameter:
+    """Create the weight or bias of a norm, `[size]`, which every rank of the axis holds."""
+    part = replica(init.name, (size,), axis, partial)
+    return new_parameter(ParamSpec((part,), (size,), decay=False), init, fill=fill)
+
+
+class HeadsNorm(nn.Module):
     """RMSNorm of all heads together, which are sharded over tp. x `[s, b, n, d]` -> `[s, b, n, d]`
 
     weight `[n*d]` is of the heads of all ranks. Ranks that share a head count it once each. All-reduces a
     number for each token over tp.
     """
+
+    def __init__(self, config: TransformerConfig, size: int, axis: Axis, init: Init) -> None:
+        super().__init__()
+        self.eps = config.norm_epsilon
+        self.from_one = config.apply_layernorm_1p
+        self.axis = axis
+        self.weight = norm_parameter(init.at("weight"), size, axis, partial=True, fill=1 - self.from_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

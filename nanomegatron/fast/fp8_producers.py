@@ -1,4 +1,4 @@
-"""Same result as `fused_layer.fused_norm` and `layers.activate` before an FP8 layer that casts its own input.
+"""Same result as `layers.Norm` and `layers.activate` before an FP8 layer that quantizes its own input.
 
 Here a tensor that only such a layer reads is quantized where it is computed, if possible in the same kernel:
 

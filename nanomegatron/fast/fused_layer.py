@@ -3,7 +3,7 @@
     plain    y = attention(norm(x))        x = x + dropout(y + bias)        z = norm(x)        three passes
     fused    y = attention(normed)         z, x = add_norm(y, x, bias, dropout)                one
 
-The output of a sublayer is not added at once: it goes on, with its bias and dropout, as a `Branch` beside the
+The output of a sublayer is not added at once: it travels, with its bias and dropout, as a `Branch` beside the
 residual stream x, to the next norm, whose kernel adds it and returns the norm and the sum. So a layer takes
 the branch of the layer before, and its own last one goes to the next layer; at the end of a segment it is
 added. (As hidden_states, residual in vLLM; arXiv 2104.04473 fuses bias, dropout and add.)
@@ -134,7 +134,7 @@ class FusedLayers:
         branch: Branch | None,
         becomes_input: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x `[s, b, h]` plus the branch, and the sum; the norm may be made again by its reader.
+        """The norm of x `[s, b, h]` plus the branch, and the sum; the norm may be recomputed by its reader.
 
         becomes_input: it is the input of a function that is recomputed, which a placeholder cannot be.
         """
