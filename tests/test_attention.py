@@ -23,8 +23,13 @@ CASES = {
     "window of a block": dict(s=200, window=64, g=2),
     "window of nothing but itself": dict(window=0),
     "window as long as it is": dict(window=39),
+    "window of all keys but one": dict(window=38),
+    "one token, a window of all keys but one": dict(s=1, t=8, window=6),
     "window and a cache": dict(s=3, t=8, g=2, window=2),
     "one token, window and a cache": dict(s=1, t=8, window=2),
+    "bounded": dict(g=2, cap=1.5),
+    "bounded, window and a cache": dict(s=3, t=8, window=2, cap=0.5),
+    "bounded, one token and a cache": dict(s=1, t=8, g=2, cap=0.5),
     "documents": dict(lengths=(4, 36, 1, 1, 30, 8)),
     "documents, full": dict(lengths=(40, 13, 27), causal=False, g=2),
     "documents of a row": dict(lengths=(40, 40)),
@@ -32,7 +37,7 @@ CASES = {
 }
 
 
-def naive(q, k, v, causal, window, lengths):
+def naive(q, k, v, causal, window, lengths, cap=None):
     """The definition: `[s, b, n, d]` and `[t, b, g, d]` -> `[s, b, n*d]`, log-sum-exp `[b, n, s]`."""
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(b, t)
@@ -47,24 +52,30 @@ def naive(q, k, v, causal, window, lengths):
             and documents[row, j] == documents[row, own]
         ]
         scores = k[seen, row, head * g // n] @ q[i, row, head] / math.sqrt(d)
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         lse[row, head, i] = scores.logsumexp(0)
         context[i, row, head] = scores.softmax(0) @ v[seen, row, head * g // n]
     return context.flatten(2), lse
 
 
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-@pytest.mark.parametrize("case", CASES)
-def test_against_the_definition(backend, case):
+BACKENDS = "flash", "unfused"
+
+
+@pytest.mark.parametrize(
+    "case, backend",  # only the unfused one bounds scores
+    [(case, kind) for case in CASES for kind in BACKENDS if kind == "unfused" or "cap" not in CASES[case]],
+)
+def test_against_the_definition(case, backend):
     sizes = dict(s=40, b=2, n=4, g=4, d=8, causal=True) | CASES[case]
     s, b, n, g, d, causal = (sizes[name] for name in ("s", "b", "n", "g", "d", "causal"))
-    t, lengths, window = sizes.get("t", s), sizes.get("lengths"), sizes.get("window")
-    mask = Mask(causal, window)
+    t, lengths, window, cap = sizes.get("t", s), *(sizes.get(name) for name in ("lengths", "window", "cap"))
+    mask = Mask(causal, window, cap=cap)
     if lengths:
         bounds = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
         mask = Mask(causal, window, bounds, max(lengths))
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((s, b, n, d), (t, b, g, d), (t, b, g, d))]
     context, lse = core_attention(*inputs, backend, mask)
-    expected, expected_lse = naive(*(x.double() for x in inputs), causal, window, lengths or [t] * b)
+    expected, expected_lse = naive(*(x.double() for x in inputs), causal, window, lengths or [t] * b, cap)
     assert context.shape == (s, b, n * d) and lse.shape == (b, n, s) and lse.dtype == torch.float32
     torch.testing.assert_close(context.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)

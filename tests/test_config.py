@@ -22,6 +22,7 @@ from nanomegatron.config.cli import (
 )
 from nanomegatron.config.early import early_answer
 from nanomegatron.config.help import help_text
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, padded_vocab_size
 from tests.test_config_reuse import full_name
@@ -364,3 +365,20 @@ def test_defaults_in_the_help():
 def test_padded_vocab_size():
     assert padded_vocab_size(50257, 128, 1) == 50304 and padded_vocab_size(50257, 128, 8) == 51200
     assert tomllib.loads((PRESETS / "gpt2-124m.toml").read_text())["vocab-size"] == 50257
+
+
+@pytest.mark.parametrize("freq", [1, 2, 3, 4, 12, [1, 0, 0] * 4])
+def test_layers_with_a_window_or_without_rope_are_megatrons(freq):
+    """A number N leaves out every N-th layer, the last of each N; a list says it of each layer."""
+    theirs = pytest.importorskip("megatron.core.transformer.utils").is_layer_window_attention
+    settings = {
+        "num_layers": 12,
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "position_embedding_type": "rope",
+    }
+    windows = TransformerConfig(**settings, window_size=(5, 0), window_attn_skip_freq=str(freq)).windows
+    assert windows == [5 if theirs((5, 0), freq, i + 1) else None for i in range(12)]
+    without = freq if isinstance(freq, list) else ([0] * (freq - 1) + [1]) * (12 // freq)  # its no_rope_freq
+    kinds = TransformerConfig(**settings, no_rope_freq=str(freq)).rotary_kinds
+    assert kinds == [None if no else "global" for no in without]

@@ -5,13 +5,16 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
+import train
 from nanomegatron.fp8 import RECIPES
+from nanomegatron.mesh import World
 from tests import golden
 from tests.layouts import FIVE_STEPS, FP8_OVERLAP, flags_of, fp8, other_form
 from tests.spmd import run_spmd
 from tests.test_layouts_resume import SHORT, resumed
-from tests.training import arguments, check_entered, compare, train_on_a_rank
+from tests.training import arguments, check_entered, compare, set_up, train_on_a_rank
 
 
 def losses(run: dict, key: str = "lm_loss") -> list[float]:
@@ -48,6 +51,24 @@ def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, source
     if not full:
         golden.check(layout, "llama", recipe, ranks)
         check_entered(layout, "llama", recipe, ranks)
+
+
+def scales_of_two_steps(world: World, argv: list[str], folder: str) -> torch.Tensor:
+    """All scales of x, W and g after two steps on this rank."""
+    run = set_up(world, argv, folder)
+    for _ in range(2):
+        train.train_step(run).read()
+        run.iteration += 1
+    return run.model.scales.scale
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "cp2"])
+def test_all_ranks_cast_with_the_same_delayed_scales(layout, sources, tmp_path):
+    """Their tokens, or parts of a tensor, have other amaxes; the largest of all counts."""
+    size, flags = flags_of(layout)
+    argv = arguments(sources, "llama", flags, fp8("delayed"))
+    first, second = run_spmd(scales_of_two_steps, size, argv, str(tmp_path))
+    assert torch.equal(first, second) and (first != 1).all()
 
 
 FAST_NEAR = [

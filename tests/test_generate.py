@@ -120,6 +120,13 @@ def test_random_numbers_are_left_alone(model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_model_in_training_stays_there(model):
+    for training in (True, False):
+        model.train(training)
+        generate(model, PROMPTS, 3, Sampling())
+        assert {module.training for module in model.modules()} == {training}
+
+
 def test_a_stop_ends_one_text_only(model):
     free = generate(model, PROMPTS, 20, Sampling(temperature=0))
     eod, other = free[0][len(PROMPTS[0]) + 4], free[2][len(PROMPTS[2]) + 2]

@@ -8,6 +8,8 @@ from nanomegatron.checkpoint import hf
 from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import is_hf_folder, read_folder
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.layers import Embedding
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
@@ -18,6 +20,20 @@ from tests.spmd import run_spmd
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Folders:
     return Folders(tmp_path_factory)
+
+
+def test_words_are_multiplied_by_a_number_of_their_type():
+    """Gemma's multiplier, a root of the hidden size, is rounded to bf16 before: to the bit."""
+    modeling = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    multiplier, weight = 1152**0.5, torch.randn(31, 16).bfloat16()
+    theirs = modeling.Gemma3TextScaledWordEmbedding(31, 16, 0, embed_scale=multiplier).bfloat16()
+    theirs.weight.data.copy_(weight)
+    config = TransformerConfig(1, 16, 2, embedding_multiplier=multiplier, position_embedding_type="rope")
+    weight, one = torch.nn.Parameter(weight), Axis.single()
+    tokens = torch.arange(30).view(2, 15)
+    found = Embedding(config, (31, 31, 15), weight, one, Init())(Batch(tokens, torch.arange(15)))
+    assert torch.equal(found, theirs(tokens).transpose(0, 1))
+    assert not torch.equal(found, (weight[tokens] * multiplier).transpose(0, 1)), "the rounding shows"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,9 +10,12 @@ import types
 
 import pytest
 
+import train
 from nanomegatron.config.settings import Config, DataConfig, RunConfig
 from nanomegatron.report.log import KEYS, RunLog
 from nanomegatron.report.writers import EXPERT_TAGS, missing_extras, read_jsonl, step_scalars
+from tests.spmd import run_spmd
+from tests.training import arguments, set_up
 
 
 def config(**run) -> Config:
@@ -299,6 +302,30 @@ def busy(iteration: int) -> dict:
     return record(
         iteration, moe_load_imbalance=1.0 + iteration, moe_dropped_share=0.25, aux_loss=float(iteration)
     )
+
+
+def good_bad_good(world, argv, folder):
+    """Three steps, the loss of the second NaN, with their reports."""
+    run = set_up(world, argv, folder)
+    run.log.begin(0, 3)
+    update = run.optimizer.step
+    for bad in (False, True, False):
+        run.optimizer.step = lambda loss, *more, bad=bad: update(loss * (math.nan if bad else 1.0), *more)
+        run.reporter.report(train.train_step(run), 0)
+        run.iteration += 1
+    return [
+        {name: step[name] for name in ("skipped", "lr", "next_lr")}
+        for step in read_jsonl(run.log.folder / "metrics.jsonl")
+    ]
+
+
+def test_a_bad_step_holds_the_schedule(sources, tmp_path):
+    """The next learning rate in the log is the one that the next step has: here the same once more."""
+    argv = arguments(sources, "llama", "--train-iters 3 --lr-warmup-iters 0 --lr-decay-style linear")
+    (steps,) = run_spmd(good_bad_good, 1, argv, str(tmp_path))
+    assert [step["skipped"] for step in steps] == [0, 1, 0]
+    rates = [(step["lr"], step["next_lr"]) for step in steps]
+    assert rates[0][1] == rates[1][0] == rates[1][1] == rates[2][0] > rates[2][1]
 
 
 def test_a_step_with_experts_tells_how_even_their_load_is(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from zlib import crc32
 
 import pytest
@@ -13,6 +14,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size
+from nanomegatron.layers import HeadsNorm, Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -48,6 +50,9 @@ VARIED = TransformerConfig(
         "num_query_groups": 2,
     }
 )
+# Norms on both sides of a branch, whose biases and multiplier come before the second one; or no norm there.
+SANDWICH = replace(GPT2, norm_placement="both", residual_multiplier=0.4)
+MULTIPLIED = replace(GPT2, norm_placement="post", embedding_multiplier=3.0, logits_scaling=1.6)
 # The same families with all that a layout can get wrong: key norms, biases, dropout.
 GPT2_TP = replace(GPT2, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
 LLAMA_TP = TransformerConfig(
@@ -89,6 +94,9 @@ def batch(b=3, dropout_seed=None, vocab=VOCAB):
 
 def parts_of(model, value=lambda p: p.detach()):
     return {part.name: part.view(value(p)) for p in model.parameters() for part in p.spec.parts}
+
+
+NORMS = ("input", "post_attention", "pre_mlp", "post_mlp")
 
 
 class Reference:
@@ -142,22 +150,35 @@ class Reference:
         y = F.relu(y) ** 2 if self.config.squared_relu else F.gelu(y, approximate="tanh")
         return self.linear(y, f"{name}.linear_fc2")
 
+    def branch(self, x, module, before, after):
+        """What a branch adds: norms where there are weights for them, then the multiplier."""
+        x = self.norm(x, before) if f"{before}.weight" in self.weights else x
+        y = module(x)
+        y = self.norm(y, after) if f"{after}.weight" in self.weights else y
+        return y * self.config.residual_multiplier
+
     def logits(self, tokens):
         words = self.weights["embedding.word_embeddings.weight"]
-        x = words[tokens]
+        x = words[tokens] * self.config.embedding_multiplier
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
         window = self.config.window_size[0] if self.config.window_size else None
         for i in range(self.config.num_layers):
             layer, sees = f"decoder.layers.{i}", window if i == 0 else None
-            x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention", sees)
-            x = x + self.mlp(self.norm(x, f"{layer}.pre_mlp_layernorm"), f"{layer}.mlp")
-        return F.linear(
-            self.norm(x, "decoder.final_layernorm"), self.weights.get("output_layer.weight", words)
-        )
+            attend = partial(self.attention, name=f"{layer}.self_attention", window=sees)
+            mlp = partial(self.mlp, name=f"{layer}.mlp")
+            norms = [f"{layer}.{place}_layernorm" for place in NORMS]
+            x = x + self.branch(x, attend, *norms[:2])
+            x = x + self.branch(x, mlp, *norms[2:])
+        x = self.norm(x, "decoder.final_layernorm") / self.config.logits_scaling
+        return F.linear(x, self.weights.get("output_layer.weight", words))
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA, VARIED], ids=["gpt2", "llama", "varied"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, LLAMA, VARIED, SANDWICH, MULTIPLIED],
+    ids=["gpt2", "llama", "varied", "sandwich", "multiplied"],
+)
 def test_logits_loss_and_gradients_are_the_references(config):
     model = build(config, scale=0.1)
     inputs, labels = batch()
@@ -196,6 +217,26 @@ def test_initial_loss_is_that_of_guessing(config):
         assert loss.item() == pytest.approx(math.log(VOCAB), rel=0.03)
 
 
+@pytest.mark.parametrize("from_one", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_begin_as_they_are_without_a_weight(kind, from_one):
+    """Their weights are 1, or with --apply-layernorm-1p 0, to which 1 is added."""
+    config = replace(GPT2, normalization=kind, apply_layernorm_1p=from_one)
+    x = torch.randn(3, 2, 32)
+    expected = F.layer_norm(x, (32,), eps=1e-5) if kind == "LayerNorm" else F.rms_norm(x, (32,), eps=1e-5)
+    torch.testing.assert_close(Norm(config, 32, Axis.single(), Init(name="norm"))(x), expected)
+
+
+@pytest.mark.parametrize("from_one", [False, True])
+def test_a_norm_over_all_heads_is_one_of_their_features(from_one):
+    config = replace(GPT2, normalization="RMSNorm", apply_layernorm_1p=from_one)
+    norm = HeadsNorm(config, 32, Axis.single(), Init(name="norm"))
+    x = torch.randn(3, 2, 4, 8)
+    norm.weight.data.normal_()
+    expected = F.rms_norm(x.flatten(-2), (32,), norm.weight + from_one, eps=1e-5).view_as(x)
+    torch.testing.assert_close(norm(x), expected)
+
+
 def cut_over_tp(mesh, config):
     """Loss and the gradient of every part as on one process, dropout included."""
     inputs, labels = batch(dropout_seed=7)
@@ -227,6 +268,7 @@ VARIANTS = {
     "recompute": FULL,
     "recompute, sequence": dict(sequence_parallel=True, **FULL),
     "recompute, spread": dict(distribute_saved_activations=True, **FULL),
+    "recompute, spread, sequence": dict(distribute_saved_activations=True, sequence_parallel=True, **FULL),
 }
 
 

@@ -10,10 +10,11 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.layers import MLP
+from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import keeping, recomputed, with_source
+from nanomegatron.recompute import _generator, keeping, recomputed, with_source
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
@@ -126,6 +127,30 @@ def test_outputs_made_early():
         (grad,) = torch.autograd.grad(z.sum(), weight, retain_graph=True)
         torch.testing.assert_close(grad, torch.sin(x).sum(0).expand_as(weight))
         assert len(calls) == times
+
+
+def test_a_recomputed_activation_has_its_bias():
+    """The bias of the first layer is part of what the second one reads."""
+    grads = []
+    for more in {}, WAYS["mlp_act"]:
+        mlp = MLP(replace(BASE, swiglu=False, **more), Axis.single(), Init(std=0.3))
+        torch.nn.init.constant_(mlp.linear_fc1.bias, 0.7)
+        x = torch.linspace(-1, 1, 6 * 2 * 32).view(6, 2, 32).requires_grad_()
+        grads.append(torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(grads[0]) == 5
+
+
+def test_random_numbers_are_drawn_again_and_then_go_on(monkeypatch):
+    """As torch's own checkpoint does it; the generator of a CPU stands in for that of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, _: torch.set_rng_state(state))
+    state = torch.get_rng_state()
+    first, _, third = (torch.rand(4) for _ in range(3))
+    torch.set_rng_state(state)
+    torch.rand(8)
+    with _generator(torch.device("cpu"), state):
+        assert torch.equal(torch.rand(4), first)
+    assert torch.equal(torch.rand(4), third)
 
 
 def test_recomputed_inputs():

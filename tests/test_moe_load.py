@@ -1,15 +1,19 @@
 """The table of experts' load against sums by hand, and its report."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+import train
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.param import Init
 from nanomegatron.report.counters import ExpertLoad
 from nanomegatron.router import Router, move_expert_biases
 from tests.checkpoints import ALONE
-from tests.spmd import spmd
+from tests.spmd import run_spmd, spmd
+from tests.training import arguments, set_up
 
 CONFIG = TransformerConfig(
     num_layers=5,
@@ -57,6 +61,41 @@ def test_table_is_the_sum_over_all_ranks(mesh):
     assert mesh.traffic["world", "all_reduce", "calls"] == 1
     load.begin()
     assert not load.end(1).any()
+
+
+@spmd(world=2, tp=2)
+def test_ranks_with_the_same_tokens_count_them_once(mesh):
+    """Without sequence parallelism each rank of tp routes all tokens of its replica."""
+    config = replace(CONFIG, sequence_parallel=False)
+    router = Router(config, 2, mesh, Init(name="decoder.layers.2.mlp.router"))
+    router.counts += torch.tensor([4, 0, 1, 3])
+    router.dropped += torch.tensor([1, 0, 0, 0])
+    router.values += torch.tensor([6.0, 2.0])
+    table = ExpertLoad(nn.ModuleList([router]), config, mesh).end(4)
+    assert table[1].tolist() == [4, 0, 1, 3, 1, 0, 0, 0, 1.5, 0.5] and not table[[0, 2]].any()
+
+
+def three_steps(world, argv, folder):
+    """Tokens of each step, the table of experts after it, and the biases of the routers."""
+    run, found = set_up(world, argv, folder), []
+    for _ in range(3):
+        tokens = run.next_batch().tokens
+        table = train.train_step(run).read()[1]["experts"]
+        biases = [router.expert_bias.clone() for router in run.reporter.expert_load.routers]
+        found.append((tokens, torch.tensor(table, dtype=torch.float64), torch.stack(biases)))
+        run.iteration += 1
+    return found
+
+
+def test_a_training_step_counts_anew_and_moves_the_biases(sources, tmp_path):
+    """Each token goes to three of eight experts; the biases follow each step's tokens, not those so far."""
+    argv = arguments(sources, "deep", "--moe-router-bias-update-rate 0.125 --train-iters 3")
+    biases = torch.zeros(4, 8)
+    for tokens, table, found in run_spmd(three_steps, 1, argv, str(tmp_path))[0]:
+        counts = table[:, :8]
+        assert counts.sum(1).tolist() == [3 * tokens] * 4
+        biases += 0.125 * (counts.mean(1, keepdim=True) - counts).sign()
+        assert torch.equal(found, biases)
 
 
 def test_what_is_told():

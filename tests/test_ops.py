@@ -115,7 +115,15 @@ def test_dropout_mask_belongs_to_the_token():
 
 
 @pytest.mark.parametrize(
-    "other", [dict(seed=2), dict(site=3), dict(first=1), dict(sample=1), dict(seed=2**61)]
+    "other",
+    [
+        dict(seed=2),
+        dict(site=3),
+        dict(first=1),
+        dict(sample=1),
+        dict(seed=2**61),
+        dict(seed=2, site=1),  # the same sum
+    ],
 )
 def test_dropout_masks_are_independent(other):
     """Two masks agree as often as chance has it: p^2 + (1-p)^2."""

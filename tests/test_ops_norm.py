@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.norm import add_norm, norm
+from nanomegatron.ops.norm import add_norm, norm, norm_backward
 
 EPS = 1e-5
 
@@ -52,6 +52,22 @@ def test_backward_as_the_kernel_has_it(biased):
         torch.testing.assert_close(bias.grad, dy.sum((0, 1)))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("from_one", [False, True])
+def test_backward_of_a_norm_made_elsewhere(from_one, biased):
+    """From what such a forward keeps; with the gradient of the sum beside the norm, without, and it alone."""
+    x, _, weight, bias = inputs(torch.float64, biased)
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    dy, dtotal = torch.randn_like(x), torch.randn_like(x)
+    expected = torch.autograd.grad(defined(x, weight, bias, from_one), leaves, dy)
+    kept = (x, weight, bias, None, None)  # rstd and mean are for the kernel
+    for beside in None, dtotal:
+        found = [g for g in norm_backward(dy, beside, kept, EPS, from_one) if g is not None]
+        total = expected[0] if beside is None else expected[0] + beside
+        torch.testing.assert_close(found, [total, *expected[1:]])
+    assert norm_backward(None, dtotal, kept, EPS, from_one) == (dtotal, None, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_statistics_and_one_are_fp32(dtype):
     """Values whose squares would overflow or vanish in 16 bits, and a weight that 1 + w would round away."""
@@ -62,6 +78,10 @@ def test_statistics_and_one_are_fp32(dtype):
         torch.testing.assert_close(norm(x, weight, None, EPS, True), wide.to(dtype), rtol=2**-7, atol=1e-6)
     one = norm(torch.ones(1, 64), weight, None, 0.0, True)
     torch.testing.assert_close(one, torch.full_like(one, 1 + 2.0**-12), rtol=1e-7, atol=0)
+    eps = torch.finfo(dtype).eps
+    x, weight = torch.randn(500, 64).to(dtype), torch.full((64,), 0.375 * eps, dtype=dtype)
+    share = norm(x, weight, None, EPS, True).double() / defined(x.double(), weight.double(), None, 1)
+    assert abs(share.mean() - 1) < eps / 32, "1 + w, rounded to 16 bits, is 1"
 
 
 def test_empty_and_one_column():

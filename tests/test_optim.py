@@ -45,10 +45,11 @@ def test_schedule_goldens():
 def test_schedule_is_megatrons(style, wsd_style):
     """At every sample up to and past the end of the decay."""
     theirs = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
-    for warmup, decay, wsd, init in itertools.product((0, 1, 10, 10.6), (11, 40), (0, 7, 40), (0.0, 1e-4)):
-        ours = Schedule(style, 1e-3, 1e-5, init, warmup, decay, wsd_style, wsd)
+    lengths = (0, 1, 10, 10.6), (11, 40), (0, 7, 40)
+    for warmup, decay, wsd, init, least in itertools.product(*lengths, (0.0, 1e-4), (1e-5, 7e-4)):
+        ours = Schedule(style, 1e-3, least, init, warmup, decay, wsd_style, wsd)
         optimizer = SimpleNamespace(param_groups=[])
-        rates, no_decay = (init, 1e-3, 1e-5, warmup, decay, style), (0.0, 0.0, 1, "constant")
+        rates, no_decay = (init, 1e-3, least, warmup, decay, style), (0.0, 0.0, 1, "constant")
         other = theirs(optimizer, *rates, *no_decay, True, False, wsd, wsd_style)
         for samples in range(decay + 5):
             other.num_steps = samples

@@ -183,6 +183,15 @@ def sent(mesh, fp8):
     return mesh.tp.traffic["tp", "all_gather", "bytes"]
 
 
+def test_an_evaluation_raises_no_amax():
+    """The scales of a training step do not depend on what was evaluated before."""
+    scales, layer, _ = layers(ONE, False, Recipe("delayed"))
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            layer(torch.full((S, B, H), 7.0))
+        assert scales.history[0, layer.fp8.slot("x")] == 7.0 * trains
+
+
 def test_the_sequence_is_gathered_in_fp8():
     half, whole_bytes = (run_spmd(sent, 2, fp8, tp=2)[0] for fp8 in (True, False))
     assert half == whole_bytes / 2 > 0

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanomegatron.comm import all_gather, own_slice
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
+from nanomegatron.layers import OutputLayer
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.tp import LinearFunction
@@ -27,13 +29,8 @@ class Bucket:
 
     def __init__(self, param):
         param.bucket, param.main_grad = self, torch.zeros(param.shape)
-        self.opened = self.reported = 0
-
-    def alloc_grads(self):
-        self.opened += 1
-
-    def first_write(self, param):
-        return False
+        self.reported = 0
+        self.stale = set()
 
     def ready(self, param):
         self.reported += 1
@@ -81,6 +78,21 @@ def test_cross_entropy(vocab, chunk, size):
     run_spmd(cross_entropy, size, vocab, chunk, tp=size)
 
 
+@pytest.mark.parametrize("fused_too", [False, True])
+def test_the_loss_is_of_scaled_and_bounded_logits(fused_too):
+    """--logits-scaling divides them, --final-logit-softcapping bounds them; the fused loss has no bound."""
+    cap = None if fused_too else 3.0
+    config = TransformerConfig(1, H, 2, logits_scaling=4.0, final_logit_softcapping=cap)
+    x, weight = torch.randn(S, B, H), torch.nn.Parameter(3 * torch.randn(PADDED, H))
+    layer, labels = OutputLayer(config, 13, weight, Axis.single()), torch.randint(13, (B, S))
+    layer.loss = fused_linear_cross_entropy if fused_too else None
+    logits = (x @ weight[:13].t()).double() / 4
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+    with torch.no_grad():
+        close(layer(x, labels, torch.ones(B, S)), expected)
+
+
 def problem(tp, vocab, sequence_parallel=False, dtype=torch.float32):
     """This rank's x and weight, labels and loss weights, and the dense float64 losses, dx and dW."""
     x, table = torch.randn(S, B, H).to(dtype), torch.randn(PADDED, H).to(dtype)
@@ -117,7 +129,7 @@ def fused_loss(mesh, vocab, chunk, sequence_parallel, in_bucket):
         (losses * given.weights).sum().backward()
         close(given.x.grad, expected.dx)
         if bucket:
-            assert bucket.reported == microbatch and bucket.opened and given.weight.grad is None
+            assert bucket.reported == microbatch and given.weight.grad is None
             close(given.weight.main_grad, expected.dw * microbatch)
         else:
             close(given.weight.grad, expected.dw)
@@ -214,7 +226,7 @@ def test_only_losses_without_gradients():
     given.x.requires_grad_(False)
     given.weight.requires_grad_(False)
     losses = fused(given, Axis.single(), 13)
-    assert not losses.requires_grad and not bucket.opened and not given.weight.main_grad.any()
+    assert not losses.requires_grad and not bucket.reported and not given.weight.main_grad.any()
 
 
 def test_the_gradient_must_be_the_loss_weights():
