@@ -25,12 +25,12 @@ from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.fast.fp8_experts import fp8_parts, fp8_weight_grad, grouped_fp8_mm
+from nanomegatron.fast.fp8_experts import accumulate_fp8_outer, fp8_parts, grouped_fp8_mm
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fp8 import E4M3, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
+from nanomegatron.moe import GroupedExperts, MoELayer, accumulate_outer
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
@@ -195,12 +195,12 @@ class ExpertLinear:
         """In a loop the host knows the offsets; grouped only the device, so that all is; fp8: of casts."""
         groups = Groups(self.offsets, self.offsets.tolist() if how == "loop" else None, how != "loop")
         x, grad, w = self.x, self.grad, self.w if self.transposed else self.w.mT
-        matmul, add = partial(grouped_mm, x, w, groups), weight_grad
+        matmul, add = partial(grouped_mm, x, w, groups), accumulate_outer
         if how == "fp8":
             layer = Scales(Recipe("rowwise", E4M3), x.device).add_layer("layer")
             casts = layer.cast(x, "x")
             x, grad = casts.columnwise, layer.cast(grad, "g").columnwise
-            w, add = fp8_parts(layer, self.weight, groups, self.transposed), fp8_weight_grad
+            w, add = fp8_parts(layer, self.weight, groups, self.transposed), accumulate_fp8_outer
             matmul = partial(grouped_fp8_mm, casts.rowwise, w, groups, self.dtype, fast=True)
         pair = (x, grad) if self.transposed else (grad, x)
         calls = {"y": matmul, "dW": lambda: add(self.weight, *pair, groups)}

@@ -37,8 +37,7 @@ from torch import nn
 from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.ops.merge import add_
-from nanomegatron.param import Part, grad_to_write
+from nanomegatron.param import Part, accumulate, add_grad
 
 PARAM_ALIGN, SHARD_ALIGN = 64, 128  # in elements: a parameter's begin and a shard's length are multiples
 IN_FLIGHT = 2  # reductions in flight at most with `optim_grads`; each holds a bucket's gradients
@@ -137,8 +136,7 @@ class Bucket:
         for param, view in zip(params, self.views(self.data), strict=True):
             view.copy_(param.detach())
             param.data, param.bucket = view, self
-            if not param.spec.writes_grad:
-                param.register_post_accumulate_grad_hook(_move_grad)
+            param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
         self.stale: set[nn.Parameter] = set()  # with gradients of the last step, until the first contribution
@@ -166,15 +164,14 @@ class Bucket:
                     yield Slice(param, part, *place, part.owner and saver)
 
     def alloc_grads(self) -> None:
-        """Allocate zeroed gradients if none are allocated."""
-        if self.grads is None:
-            if self.buckets.pooled:
-                self.buckets.finish_reductions(microbatches=self.done)
-                self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
-            else:
-                self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
-            for param, view in zip(self.params, self.views(self.grads), strict=True):
-                param.main_grad = view
+        """Allocate zeroed gradients."""
+        if self.buckets.pooled:
+            self.buckets.finish_reductions(microbatches=self.done)
+            self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
+        else:
+            self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
+        for param, view in zip(self.params, self.views(self.grads), strict=True):
+            param.main_grad = view
 
     def free_grads(self) -> None:
         """Free the gradients."""
@@ -187,21 +184,14 @@ class Bucket:
         self.counts, self.seen = Counter(), 0
         self.microbatches = microbatches
 
-    def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Add a contribution to the gradient of `param`, and count it. grad `[...]`: of its shape"""
-        target, overwrite = grad_to_write(param)
-        target.copy_(grad) if overwrite else add_(target, grad)
-        self.ready(param)
-
-    def first_write(self, param: nn.Parameter) -> bool:
-        """Return whether `param` still has the last step's gradient; the caller then overwrites it."""
-        if param not in self.stale:
-            return False
-        self.stale.remove(param)
-        return True
-
     def ready(self, param: nn.Parameter) -> None:
-        """Count a contribution added to the gradient of `param`. Raises RuntimeError for one too many."""
+        """Count a contribution that has been written. Raises RuntimeError for one too many.
+
+        If they were written before the gradients were last freed (by the fused loss), allocates them again.
+        """
+        if self.grads is None:
+            self.alloc_grads()
+        self.stale.discard(param)
         self.counts[param] += 1
         if self.counts[param] > self.microbatches * param.spec.uses:
             raise RuntimeError(
@@ -249,9 +239,10 @@ def wait_params(params: Iterable[nn.Parameter]) -> None:
 
 
 def _move_grad(param: nn.Parameter) -> None:
-    """Add what autograd left in `.grad` to `main_grad`: for norms and biases."""
+    """Accumulate what autograd has left in `.grad`; nothing if the one who made the gradient has done so."""
     grad, param.grad = param.grad, None
-    param.bucket.add(param, grad)
+    if grad is not None:
+        accumulate(param, lambda out, beta: add_grad(out, grad, beta))
 
 
 def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:

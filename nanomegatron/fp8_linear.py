@@ -28,12 +28,10 @@ from nanomegatron.ops.bias import add_bias
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
 from nanomegatron.param import (
-    accumulate_grad,
-    accumulate_sums,
-    accumulate_weight_grad,
-    grad_to_write,
+    accumulate,
+    add_grad,
+    add_product,
     is_deferred,
-    run_or_defer,
 )
 from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
@@ -74,7 +72,7 @@ def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
         x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         y = Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
-        return add_bias(y, bias, accumulate_sums)
+        return add_bias(y, bias, accumulate)
 
     layer.linear, layer.fp8, fp8.matmuls = linear, fp8, Fp8Matmuls()
     if not layer.weight.spec.tied:  # the embedding reads it in 16 bits
@@ -122,17 +120,17 @@ class Fp8LinearFunction(torch.autograd.Function):
         else:
             reduced = start_input_grad_sum(fp8_matmul(g, w, *how), axis, comm)
 
-        def weight_grad() -> torch.Tensor | None:
+        def write(out: torch.Tensor, beta: int) -> None:
             if not fp8.recipe.wgrad:
                 x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
-                g = all_gather(grad, axis) if comm == "scatter" else grad
-                return accumulate_weight_grad(weight, x, g, fp8.tuner)
+                dy = all_gather(grad, axis) if comm == "scatter" else grad
+                return add_product(out, dy, x, beta, fp8.tuner)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
                 x = fp8.requantize_transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
-            return add_weight_grad(weight, g_columnwise, x, fp8.tuner)
+            write_weight_grad(out, beta, g_columnwise, x, fp8.tuner)
 
-        dw = run_or_defer(weight, weight_grad)
+        dw = accumulate(weight, write)
         return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 4
 
 
@@ -155,15 +153,9 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
     return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)
 
 
-def add_weight_grad(
-    weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix, tuner: Any = None
-) -> torch.Tensor | None:
-    """Add dW = g x^T to `main_grad`, in the matmul if possible. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
-    bucket = getattr(weight, "bucket", None)
-    dtype = weight.dtype if bucket is None else bucket.buckets.grad_dtype
-    if bucket is None or g.inverse.dim():
-        return accumulate_grad(weight, lambda: fp8_matmul(g, x, dtype))
-    target, overwrite = grad_to_write(weight)
-    add_fp8_product_(target, g, x, tuner=tuner, overwrite=overwrite)
-    bucket.ready(weight)
-    return None
+def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix, tuner: Any = None) -> None:
+    """out = beta * out + g x^T; with one scale each in the matmul. out `[o, i]`, g `[o, t]`, x `[i, t]`"""
+    if g.inverse.dim():
+        add_grad(out, fp8_matmul(g, x, out.dtype), beta)
+    else:
+        add_fp8_product_(out, g, x, overwrite=beta == 0, tuner=tuner)

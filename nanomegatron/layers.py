@@ -7,7 +7,6 @@ If a layer has a fast form, one attribute holds the function that runs: `MLP.act
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.norm import norm, norm_ref
 from nanomegatron.ops.swiglu import activation, plain_act
-from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
+from nanomegatron.param import Init, ParamSpec, accumulate, new_parameter, replica, scaled_std
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -60,8 +59,11 @@ class BranchDropout:
     def __call__(self, y: torch.Tensor, batch: Batch, branch: int) -> torch.Tensor:
         if self.multiplier != 1:
             y = y * self.multiplier
-        drop = bias_dropout_add if self.fused else bias_dropout_add_ref
-        return drop(y, None, None, self.mask(batch, branch))
+        drop = self.mask(batch, branch)
+        if drop is None:
+            return y
+        add = bias_dropout_add if self.fused else bias_dropout_add_ref
+        return add(y, None, None, drop)
 
 
 class Norm(nn.Module):
@@ -122,7 +124,7 @@ def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 
     x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` or `[2*f]` -> `[..., f]`
     """
-    return mlp.activation(x, bias, accumulate_sums)
+    return mlp.activation(x, bias, accumulate)
 
 
 class MLP(nn.Module):
@@ -146,8 +148,6 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(
             h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=True, sequence_parallel=sharded
         )
-        if bias:  # the activation's backward makes its gradient
-            self.linear_fc1.bias.spec = replace(self.linear_fc1.bias.spec, writes_grad=True)
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_fc2 = RowParallelLinear(
             ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=sharded
@@ -162,7 +162,7 @@ class MLP(nn.Module):
             return self.linear_fc2(y)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the inner features, which `linear_fc2` reads. x `[s, b, h]` -> `[s, b, f/tp]`"""
+        """Return what `linear_fc2` reads. x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, f/tp]`"""
         with keeping(x):
             x, bias = self.linear_fc1(x)
         y = self.act(self, x, bias)
@@ -196,7 +196,7 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             part = replica(f"{init.name}.position_embeddings.weight", (positions, h), tp, partial=cut)
-            spec = ParamSpec((part,), (positions, h), writes_grad=True)
+            spec = ParamSpec((part,), (positions, h))
             self.position_embeddings = new_parameter(spec, init)
 
     def forward(self, batch: Batch) -> torch.Tensor:

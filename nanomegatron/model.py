@@ -46,7 +46,7 @@ from nanomegatron.tp import vocab_spec
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each with norm and residual. x `[s, b, h]`; s/tp if s is sharded.
+    """Attention and MLP, each with norm and residual. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded.
 
     rotary_kind: which of the model's rotary embeddings it has (`TransformerConfig.rotary_kinds`).
     """

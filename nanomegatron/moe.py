@@ -35,7 +35,6 @@ ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -44,17 +43,16 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.ops.grouped_mm import AddBiasFunction, Groups, grouped_mm, grouped_outer
+from nanomegatron.ops.grouped_mm import AddBiasFunction, Groups, add_grouped_, grouped_mm, grouped_outer
 from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
 from nanomegatron.param import (
     Init,
     ParamSpec,
-    accumulate_grad,
+    accumulate,
     add_product,
-    main_grad,
+    is_deferred,
     new_parameter,
     replica,
-    run_or_defer,
     scaled_std,
     shard,
     stacked,
@@ -207,42 +205,33 @@ class AllToAllDispatch(TokenDispatch):
         return self.unpermute(all_to_all(y, self.mesh.ep, received, sent), self.to_ranks)
 
 
-def accumulate_by_expert(
-    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
-) -> torch.Tensor | None:
-    """Add the gradient of stacked weights to `main_grad`, now or deferred -> `[e*o, i]` without a bucket.
-
-    `add(out [o, i], begin, end)` adds to `out` the gradient from one expert's rows, begin to end.
-    """
-    target = main_grad(weight)
-    total = torch.zeros_like(weight) if target is None else target
-    each = total.view(groups.experts, -1, weight.shape[1])
-
-    def add_all() -> torch.Tensor | None:
-        for i, begin, end in groups.spans:
-            add(each[i], begin, end)
-        if target is None:
-            return total
-        weight.bucket.ready(weight)
-        return None
-
-    return run_or_defer(weight, add_all, beside_nccl=True)
-
-
-def weight_grad(
+def accumulate_outer(
     weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
 ) -> torch.Tensor | None:
-    """Add a^T b of each expert's rows to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e*m, n]` or None
-
-    The `run_or_defer` inside runs at once if a pipeline has deferred this call itself.
-    """
+    """Accumulate a^T b of each expert's rows, a `[r, m]`, b `[r, n]` -> None, without a bucket `[e*m, n]`"""
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
-        return accumulate_grad(weight, lambda: grouped_outer(a, b, groups).view_as(weight))
+        return accumulate_grouped(weight, lambda: grouped_outer(a, b, groups))
 
-    def add(out: torch.Tensor, begin: int, end: int) -> None:
-        add_product(out, a[begin:end], b[begin:end])
+    def write(out: torch.Tensor, beta: int) -> None:
+        if beta == 0:
+            out.zero_()  # the experts without rows
+        each = out.view(groups.experts, -1, b.shape[1])
+        for i, begin, end in groups.spans:
+            add_product(each[i], a[begin:end], b[begin:end])
 
-    return accumulate_by_expert(weight, groups, add)
+    return accumulate(weight, write)
+
+
+def accumulate_grouped(weight: nn.Parameter, multiply: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Accumulate multiply() `[e, m, n]`, one grouped matmul -> None, without a bucket `[e*m, n]`
+
+    It runs now, and only the addition is deferred, where the matmul could run beside NCCL's kernels later:
+    its thread blocks need all multiprocessors at once, and would wait for NCCL's.
+    """
+    if is_deferred(weight):
+        return accumulate(weight, lambda out, beta: add_grouped_(out, multiply(), beta))
+    grad = multiply()
+    return accumulate(weight, lambda out, beta: add_grouped_(out, grad, beta))
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -265,7 +254,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         w = weight.view(groups.experts, -1, weight.shape[1])
         dx = grouped_mm(grad, w.mT if ctx.transposed else w, groups)
         a, b = (x, grad) if ctx.transposed else (grad, x)
-        return dx, run_or_defer(weight, partial(weight_grad, weight, a, b, groups)), None, None
+        return dx, accumulate_outer(weight, a, b, groups), None, None
 
 
 class GroupedExperts(nn.Module):

@@ -13,13 +13,20 @@ norm: all of the axis; a key/value head: some, when heads are fewer than ranks);
 owner, which saves it and counts it in norms. If each of them uses it for its own tokens or heads, each has a
 partial sum of its gradient: `partial`. Rows that only pad the local tensor belong to no part.
 
-The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Linear layers
-and the embedding write gradients themselves: they add to `main_grad(param)`, report each contribution to the
-bucket, and return None to autograd (`accumulate_grad`); every other gradient is moved from `.grad` by a hook.
-The first contribution of a step overwrites the last step's gradient: a matmul that can do so asks
-`grad_to_write`; for others `main_grad` zeroes it before they add. (0 + x is x, but for the sign of zero.)
-No hook may sit on a parameter whose layer writes its gradient (`spec.writes_grad`): torch runs it even when
-the gradient is None. Such layers compute weight gradients through `run_or_defer` (`WeightGradStore`).
+The gradient contract. The backward that makes a parameter's gradient calls `accumulate(param, write)`, and
+returns the result to autograd. `write(out, beta)` makes out = beta * out + gradient:
+
+    accumulate  --->  now   grad_buffer -> out, beta      main_grad, a view into a bucket (`dp.py`)
+        |                   write(out, beta)              beta 0: the step's first overwrites the last step's
+        |                   report                        the bucket counts it, and may start to reduce
+        `--->  later        the same, when a pipeline, or the experts' exchange, runs its queue
+
+beta is chosen, and memory allocated, when `write` runs, not when it is queued: which of the uses of a tied
+weight comes first is known only then. With beta 0 also rows that get nothing are cleared (idle experts, words
+that no one said). 1-D parameters (biases, norms) are never deferred: their gradients are made beside that of
+x. Without a bucket out is a new tensor, which autograd gets. What autograd alone makes (of plain torch ops) a
+hook of the bucket moves from `.grad`, by the same function. Few need the steps apart: the fused loss writes
+in its forward and reports in its backward; a CUDA graph that is replayed writes, and Python only reports.
 """
 
 import hashlib
@@ -33,6 +40,8 @@ import torch
 from torch import nn
 
 from nanomegatron.mesh import Axis
+
+Write = Callable[[torch.Tensor, int], None]  # write(out, beta): out = beta * out + gradient
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The parts of a local tensor, and how its gradient gets into `main_grad`."""
+    """The parts of a local tensor, and what its gradient and the optimizer need to know of it."""
 
     parts: tuple[Part, ...]
     local_shape: tuple[int, ...]
-    writes_grad: bool = False  # the layer adds to main_grad itself and reports it to the bucket
     uses: int = 1  # contributions per microbatch: 2 for tied embeddings on one rank, experts run in halves
     tied: bool = False  # used as embedding and as output weight
     decay: bool = True  # takes part in weight decay: everything but biases and norms
@@ -143,8 +151,7 @@ def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
         placed.append(replace(part, local_start=rows))
         rows += part.stop - part.start
     shape = (rows, *placed[0].shape[1:])
-    is_weight = len(shape) == 2
-    return ParamSpec(tuple(placed), shape, writes_grad=is_weight, decay=is_weight, expert=expert)
+    return ParamSpec(tuple(placed), shape, decay=len(shape) == 2, expert=expert)
 
 
 def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.Parameter:
@@ -171,25 +178,50 @@ def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
     return torch.empty(shape, device=init.device).normal_(0.0, init.std, generator=generator)
 
 
-def main_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the buffer to add gradients to -> `[...]` in the parameter's shape, or None without a bucket.
+def accumulate(param: nn.Parameter, write: Write) -> torch.Tensor | None:
+    """Add a gradient to that of `param`, now or deferred -> None, or without a bucket the gradient `[...]`
 
-    Zeroes it before the first contribution of a step.
+    `write(out, beta)` makes out `[...]`, of the parameter's shape, beta * out + gradient; beta is 0 or 1.
     """
-    target, overwrite = grad_to_write(param)
-    return target.zero_() if overwrite else target
+    if is_deferred(param, beside_nccl=True):
+        param.wgrad_store.queue.append((param, write))
+        return None
+    out, beta = grad_buffer(param)
+    if out is None:
+        out = torch.empty_like(param)
+        write(out, 0)
+        return out
+    write(out, beta)
+    report(param)
+    return None
 
 
-def grad_to_write(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
-    """`main_grad`, and whether the caller must overwrite it, as the first contribution of a step -> `[...]`
+def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """Where to write a gradient -> `[...]`, and beta, 0 for the first of a step; (None, 0) without a bucket.
 
     If the bucket frees its gradients between microbatches, this allocates them again.
     """
     bucket = getattr(param, "bucket", None)
     if bucket is None:
-        return None, False
-    bucket.alloc_grads()
-    return param.main_grad, bucket.first_write(param)
+        return None, 0
+    if param.main_grad is None:
+        bucket.alloc_grads()
+    beta = 0 if param in bucket.stale else 1
+    bucket.stale.discard(param)
+    return param.main_grad, beta
+
+
+def report(param: nn.Parameter) -> None:
+    """Tell the bucket that a contribution has been written: by `grad_buffer`, or by a replayed graph."""
+    param.bucket.ready(param)
+
+
+def add_grad(out: torch.Tensor, grad: torch.Tensor, beta: int) -> None:
+    """What `write` does with a gradient that is there: out = beta * out + grad. out, grad `[...]`"""
+    if beta == 0:
+        out.copy_(grad)
+    else:
+        out.add_(grad)
 
 
 class WeightGradStore:
@@ -202,87 +234,36 @@ class WeightGradStore:
 
     def __init__(self, beside_nccl: bool = False) -> None:
         """beside_nccl: defer only work that can run beside NCCL's kernels."""
-        self.queue: list[tuple[nn.Parameter, Callable]] | None = None
+        self.queue: list[tuple[nn.Parameter, Write]] | None = None
         self.beside_nccl = beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
-        """Context manager: a backward inside queues its weight-gradient work in the list, for `run`."""
+        """Context manager: a backward inside queues its weight gradients in the list, for `run`."""
         self.queue = works = []
         yield works
         self.queue = None
 
     @staticmethod
     @torch.no_grad()
-    def run(works: list[tuple[nn.Parameter, Callable]]) -> None:
+    def run(works: list[tuple[nn.Parameter, Write]]) -> None:
         """Compute deferred weight gradients, in the order of the backward."""
-        for param, work in works:
-            if (grad := work()) is not None:  # there is no bucket
+        for param, write in works:
+            grad = accumulate(param, write)
+            if grad is not None:  # there is no bucket
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
 def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
-    """Whether weight-gradient work of this parameter is deferred now; beside_nccl: as in `run_or_defer`."""
-    store = getattr(param, "wgrad_store", None)
-    return store is not None and store.queue is not None and (beside_nccl or not store.beside_nccl)
+    """Whether gradients of this parameter are deferred now: all work, or only what can run beside NCCL.
 
-
-def run_or_defer(
-    param: nn.Parameter, work: Callable[[], torch.Tensor | None], beside_nccl: bool = False
-) -> torch.Tensor | None:
-    """Run `work` now, or queue it in the parameter's store -> the gradient `[...]` for autograd, or None.
-
-    beside_nccl: the work can overlap NCCL's kernels; a store that asks for such work runs any other at once.
-    (A grouped matmul cannot: its thread blocks need all multiprocessors at once, and would wait for NCCL's.)
+    beside_nccl: the caller's work can. (A grouped matmul cannot: its thread blocks need all multiprocessors
+    at once, and would wait for NCCL's. It runs now, and only the addition is deferred.)
     """
-    if not is_deferred(param, beside_nccl):
-        return work()
-    param.wgrad_store.queue.append((param, work))
-    return None
-
-
-def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Add grad() to `main_grad` and report it, or defer that -> None, or without a bucket grad() `[...]`"""
-    if (bucket := getattr(param, "bucket", None)) is None:
-        return grad()
-    bucket.alloc_grads()
-    made = grad()
-    return run_or_defer(param, lambda: bucket.add(param, made), beside_nccl=True)
-
-
-def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
-    """Let add(target) add to `main_grad` and report it, or defer that -> None, or without a bucket `[...]`"""
-
-    def sums(target: torch.Tensor | None) -> torch.Tensor:
-        add(made := torch.zeros_like(param) if target is None else target)
-        return made
-
-    return run_or_defer(param, lambda: accumulate_sums(param, sums))
-
-
-def accumulate_sums(
-    param: nn.Parameter, sums: Callable[[torch.Tensor | None], torch.Tensor]
-) -> torch.Tensor | None:
-    """Let sums(target) add to `main_grad` and report it -> None, or without a bucket sums(None) `[...]`"""
-    target = main_grad(param)
-    grad = sums(target)
-    if target is None:
-        return grad
-    param.bucket.ready(param)
-    return None
-
-
-def accumulate_weight_grad(
-    weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, tuner: Any = None
-) -> torch.Tensor | None:
-    """Add the weight gradient grad^T x to `main_grad`. x `[..., i]`, grad `[..., o]` -> `[o, i]` or None"""
-    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    target, overwrite = grad_to_write(weight)
-    if target is None:
-        return grad.t() @ x
-    add_product(target, grad, x, overwrite, tuner)
-    weight.bucket.ready(weight)
-    return None
+    store = getattr(param, "wgrad_store", None)
+    if store is None or store.queue is None or param.dim() == 1:
+        return False
+    return beside_nccl or not store.beside_nccl
 
 
 def product(a: torch.Tensor, b: torch.Tensor, tuner: Any = None) -> torch.Tensor:
@@ -291,25 +272,23 @@ def product(a: torch.Tensor, b: torch.Tensor, tuner: Any = None) -> torch.Tensor
 
 
 def add_product(
-    target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, overwrite: bool = False, tuner: Any = None
+    out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1, tuner: Any = None
 ) -> None:
-    """target += grad^T x, or with `overwrite` target = grad^T x; sums are rounded once, to the target's type.
+    """out = beta * out + dy^T x, rounded once, to the type of out. out `[o, i]`, dy `[..., o]`, x `[..., i]`
 
-    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates into target, and reads
-    nothing of it to overwrite it; torch has no CPU matmul of 16-bit inputs that adds to fp32. tuner: an
-    `ops.tuner.Tuner`, or None.
+    On a GPU the matmul itself adds to out, and with beta 0 reads nothing of it; torch has no CPU matmul of
+    16-bit inputs that adds to fp32. tuner: an `ops.tuner.Tuner`, or None.
     """
-    if tuner is not None and tuner.add_product(target, grad, x, overwrite):
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if tuner is not None and tuner.add_product(out, dy, x, beta == 0):
         return
-    beta = 0 if overwrite else 1
     if not x.is_cuda:
-        wide = torch.promote_types(x.dtype, target.dtype)
-        made = grad.to(wide).t() @ x.to(wide)
-        target.copy_(made) if overwrite else target.add_(made)
-    elif target.dtype == x.dtype:
-        torch.addmm(target, grad.t(), x, beta=beta, out=target)
+        wide = torch.promote_types(x.dtype, out.dtype)
+        add_grad(out, dy.to(wide).t() @ x.to(wide), beta)
+    elif out.dtype == x.dtype:
+        out.addmm_(dy.t(), x, beta=beta)
     else:
-        torch.addmm(target, grad.t(), x, beta=beta, out_dtype=target.dtype, out=target)
+        torch.addmm(out, dy.t(), x, beta=beta, out_dtype=out.dtype, out=out)
 
 
 def scaled_std(std: float, num_layers: int) -> float:

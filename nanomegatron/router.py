@@ -40,15 +40,7 @@ from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout
-from nanomegatron.param import (
-    Init,
-    ParamSpec,
-    accumulate_grad,
-    accumulate_weight_grad,
-    new_parameter,
-    replica,
-    run_or_defer,
-)
+from nanomegatron.param import Init, ParamSpec, accumulate, add_grad, add_product, new_parameter, replica
 
 SINKHORN_ROUNDS, SINKHORN_TOLERANCE = 1000, 1e-4  # the most rounds; the mean change at which they end
 
@@ -202,13 +194,15 @@ class GateFunction(torch.autograd.Function):
                 grad = grad - summands[-1]
             parts = torch.cat(summands, dim=1)
 
-            def product() -> torch.Tensor:
-                return mm_in_fp32(parts.t(), x).view(3, *weight.shape).sum(0)
+            def write_sum(out: torch.Tensor, beta: int) -> None:
+                add_grad(out, mm_in_fp32(parts.t(), x).view(3, *weight.shape).sum(0), beta)
 
-            dw = run_or_defer(weight, lambda: accumulate_grad(weight, product))
-            return parts @ weight.repeat(3, 1), dw, None
-        dw = run_or_defer(weight, lambda: accumulate_weight_grad(weight, x.to(grad.dtype), grad))
-        return (grad @ weight.to(grad.dtype)).to(x.dtype), dw, None
+            return parts @ weight.repeat(3, 1), accumulate(weight, write_sum), None
+
+        def write(out: torch.Tensor, beta: int) -> None:
+            add_product(out, grad, x.to(grad.dtype), beta)
+
+        return (grad @ weight.to(grad.dtype)).to(x.dtype), accumulate(weight, write), None
 
 
 class LossFunction(torch.autograd.Function):
@@ -256,7 +250,7 @@ class Router(nn.Module):
         # over which tp ranks' tokens differ: without sequence parallelism they are the same
         self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
-        self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
+        self.weight = new_parameter(ParamSpec((part,), (experts, h)), init)
         self.bias = None
         if not config.disable_bias_linear:  # drawn like the weight, as Megatron does
             part = replica(f"{init.name}.bias", (experts,), mesh.tp, partial=config.sequence_parallel)

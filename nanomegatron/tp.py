@@ -16,9 +16,9 @@ the backward gathers x once more. The vocabulary is sharded, too: a rank looks u
     one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
     the same on all ranks    loss = log sum exp(lse) - sum target                   (0 for others' labels)
 
-A linear layer does three matmuls. Its backward adds the weight gradient to `main_grad` and reports it to the
-bucket (`param.py`). Communication overlaps with a matmul that does not need its result (X: gathered x); only
-"scatter" must gather dy before both matmuls:
+A linear layer does three matmuls. Its backward gives the weight gradient to `accumulate` (`param.py`), which
+adds it to `main_grad`. Communication overlaps with a matmul that does not need its result (X: gathered x);
+only "scatter" must gather dy before both matmuls:
 
     time ->            comm "copy"                               comm "gather"
     matmuls            [ dx = dy W ][ main_grad += dy^T x ]      [ dx = dy W ][ main_grad += dy^T X ]
@@ -61,14 +61,12 @@ from nanomegatron.ops.kernels import once
 from nanomegatron.param import (
     Init,
     ParamSpec,
-    accumulate_into,
-    accumulate_sums,
-    accumulate_weight_grad,
+    accumulate,
+    add_product,
     is_deferred,
     new_parameter,
     product,
     replica,
-    run_or_defer,
     shard,
     stacked,
 )
@@ -117,23 +115,25 @@ class LinearFunction(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
-        gathers_later = is_deferred(weight) and comm == "gather"
-        gathered = start_all_gather(x, axis) if comm == "gather" and not gathers_later else Pending(x)
-        dbias = None if ctx.bias is None else bias_grad(ctx.bias, grad, accumulate_sums)
+        gathers_later = comm == "gather" and is_deferred(weight)
+        gathered = Pending(x)
+        if comm == "gather" and not gathers_later:
+            gathered = start_all_gather(x, axis)
+        dbias = bias_grad(ctx.bias, dy, accumulate)
         if comm == "scatter":
-            grad = all_gather(grad, axis)
-        dx = product(grad, weight, ctx.tuner)
+            dy = all_gather(dy, axis)
+        dx = product(dy, weight, ctx.tuner)
         x = gathered.wait()
         reduced = start_input_grad_sum(dx, axis, comm)
 
-        def weight_grad() -> torch.Tensor | None:
+        def write(out: torch.Tensor, beta: int) -> None:
             rows = all_gather(x, axis) if gathers_later else x
-            return accumulate_weight_grad(weight, rows, grad, ctx.tuner)
+            add_product(out, dy, rows, beta, ctx.tuner)
 
-        dw = run_or_defer(weight, weight_grad)
+        dw = accumulate(weight, write)
         return reduced.wait(), dw, None, None, dbias, None
 
 
@@ -182,8 +182,7 @@ class ColumnParallelLinear(nn.Module):
                 of = f"{size} output features" + f", {copies} ranks each," * (copies > 1)
                 raise ValueError(f"{init.name}.{part}: {of} must be a multiple of tp {tp.size}")
         self.weight = new_parameter(self._spec("weight", (input_size,), init), init)
-        spec = replace(self._spec("bias", (), init), writes_grad=not skip_bias_add)
-        self.bias = new_parameter(spec, init, fill=0.0) if bias else None
+        self.bias = new_parameter(self._spec("bias", (), init), init, fill=0.0) if bias else None
 
     def _spec(self, kind: str, rest: tuple[int, ...], init: Init) -> ParamSpec:
         parts = []
@@ -235,10 +234,10 @@ class RowParallelLinear(nn.Module):
         if input_size % tp.size:
             raise ValueError(f"{init.name}: {input_size} input features must be a multiple of tp {tp.size}")
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
-        spec = ParamSpec((part,), (output_size, input_size // tp.size), writes_grad=True)
+        spec = ParamSpec((part,), (output_size, input_size // tp.size))
         self.weight = new_parameter(spec, init)
         part = replica(f"{init.name}.bias", (output_size,), tp, partial=sequence_parallel)
-        spec = ParamSpec((part,), (output_size,), writes_grad=not skip_bias_add, decay=False)
+        spec = ParamSpec((part,), (output_size,), decay=False)
         self.bias = new_parameter(spec, init, fill=0.0) if bias else None
 
     @property
@@ -271,7 +270,7 @@ def vocab_spec(
     part = shard(name, (sizes[0], hidden_size), 0, tp, local_size=rows)
     if ends is not None and ends.size > 1:
         part = replace(part, partial=ends)
-    return ParamSpec((part,), (rows, hidden_size), writes_grad=True, tied=tied)
+    return ParamSpec((part,), (rows, hidden_size), tied=tied)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -293,14 +292,14 @@ class EmbeddingFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids, places), (first, scale, cut) = ctx.saved_tensors, ctx.how
 
-        def word_grad(target: torch.Tensor) -> None:
-            add_word_grad_(target, ids, grad if scale == 1 else grad * scale, first)
+        def write_words(out: torch.Tensor, beta: int) -> None:
+            add_word_grad_(out, ids, grad if scale == 1 else grad * scale, first, beta)
 
-        def position_grad(target: torch.Tensor) -> None:
-            add_position_grad_(target, own_slice(places.t(), cut).t(), own_slice(grad, cut))
+        def write_positions(out: torch.Tensor, beta: int) -> None:
+            add_position_grad_(out, own_slice(places.t(), cut).t(), own_slice(grad, cut), beta)
 
-        words = accumulate_into(ctx.table, word_grad) if ctx.needs_input_grad[1] else None
-        others = accumulate_into(ctx.positions, position_grad) if ctx.needs_input_grad[4] else None
+        words = accumulate(ctx.table, write_words) if ctx.needs_input_grad[1] else None
+        others = accumulate(ctx.positions, write_positions) if ctx.needs_input_grad[4] else None
         return None, words, None, None, others, None, None
 
 

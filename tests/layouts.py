@@ -279,6 +279,7 @@ ENTERED = {
     "ring": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
     "moe_dispatch": DISPATCH,
     "moe_pieces": DISPATCH,
+    "fused_layer": [("tp2spfp", "gpt", ""), ("dp2z1ovbkfp", "gpt", ""), ("pp2zbfp", "qwen", "")],
     "fp8_producers": [
         ("pp2zbvfp", "llama", "delayed"),
         ("tp2spfp", "llama", "delayed"),

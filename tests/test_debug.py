@@ -246,7 +246,7 @@ def train_with_nan(world: World, argv: list[str], folder: str, where: str) -> in
     """A training in which rank 1 makes a number that is not finite: in or between modules, or a gradient."""
     run = set_up(world, [*argv, "--debug-nan"], folder)
     norm = module_at(run, "decoder.layers.1.pre_mlp_layernorm")
-    after, accumulate = module_at(run, "decoder.layers.1.mlp.linear_fc2"), tp.accumulate_weight_grad
+    after, add_product = module_at(run, "decoder.layers.1.mlp.linear_fc2"), tp.add_product
     if where == "forward" and world.rank == 1:
         norm.weight.data[3] = float("inf")
     if where == "backward" and world.rank == 1:
@@ -257,8 +257,8 @@ def train_with_nan(world: World, argv: list[str], folder: str, where: str) -> in
     if where == "behind linear_fc1" and world.rank == 1:
         after.register_forward_pre_hook(lambda _, args: (NanGrad.apply(args[0]),))
     if where == "weight" and world.rank == 1:
-        tp.accumulate_weight_grad = lambda weight, x, grad, *more: accumulate(
-            weight, x, grad * float("nan") if weight is after.weight else grad, *more
+        tp.add_product = lambda out, dy, *more: add_product(
+            out, dy * float("nan") if out is after.weight.main_grad else dy, *more
         )
     try:
         train.train(run)

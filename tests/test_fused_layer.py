@@ -35,6 +35,7 @@ CONFIGS = {
     "experts": EXPERTS,
     "mlp recomputed": selective(DROPOUT, "mlp"),
     "mlp_act recomputed": selective(DROPOUT, "mlp_act"),
+    "layernorm recomputed": selective(BIASES, "layernorm"),
     "full": replace(DROPOUT, recompute_granularity="full", recompute_method="uniform"),
     "without fusion": replace(DROPOUT, persist_layer_norm=False, bias_dropout_fusion=False),
 }

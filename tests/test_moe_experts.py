@@ -12,7 +12,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.moe import GroupedExperts
+from nanomegatron.moe import GroupedExperts, accumulate_grouped
 from nanomegatron.ops import grouped_mm
 from nanomegatron.ops.grouped_mm import Groups, fits
 from nanomegatron.ops.swiglu import activation
@@ -173,6 +173,39 @@ def test_gradients_go_to_autograd_without_buckets():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_without_rows_get_zeros(dtype):
+    """Over what the step before has left; a later microbatch keeps what they have."""
+    experts, buckets = built(BASE, dtype=dtype)
+    buckets.zero(2)
+    for p in experts.parameters():
+        p.main_grad.fill_(torch.nan)
+    idle, found = [True, False, False, False], []
+    for sizes in (0, 5, 3, 9), (0, 12, 5, 0):
+        experts(torch.randn(17, H).to(dtype), offsets_of(sizes)).sum().backward()
+        found.append([p.main_grad.view(E, -1).clone() for p in experts.parameters()])
+        assert all([not grad.any() for grad in p] == idle and p.isfinite().all() for p in found[-1])
+    assert all(torch.equal(p[3], q[3]) for p, q in zip(*found))
+
+
+@pytest.mark.parametrize("beside_nccl", [False, True])
+def test_a_grouped_matmul_does_not_run_beside_nccl(beside_nccl):
+    """It runs at once, and only the addition later; a pipeline, which waits for nothing, defers both."""
+    weight, made = torch.nn.Parameter(torch.zeros(6, 4)), []
+    weight.wgrad_store = WeightGradStore(beside_nccl)
+
+    def multiply():
+        made.append("matmul")
+        return torch.ones(2, 3, 4)
+
+    with weight.wgrad_store.collect() as works:
+        assert accumulate_grouped(weight, multiply) is None and len(works) == 1
+    assert made == ["matmul"] * beside_nccl and weight.grad is None
+    WeightGradStore.run(works)
+    assert made == ["matmul"] and (weight.grad == 1).all()
+    assert (accumulate_grouped(weight, multiply) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_weight_gradients_can_be_deferred(dtype):
     """A backward leaves two works, and the gradients are the same to the bit once these are done."""
     now, buckets = built(BASE, dtype=dtype)
@@ -237,7 +270,7 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
         seen = {}
         for i, j in itertools.product(range(ep), range(etp)):
             for p in GroupedExperts(config, axes_of(ep, etp, i, j), INIT, activation(config)).parameters():
-                assert p.spec.expert and p.spec.writes_grad == p.spec.decay == (p.dim() == 2)
+                assert p.spec.expert and p.spec.decay == (p.dim() == 2)
                 assert sum(part.view(p).numel() for part in p.spec.parts) == p.numel()
                 for part in p.spec.parts:
                     assert torch.equal(part.view(p), part.of(expected[part.name]))

@@ -60,7 +60,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = VocabParallelEmbedding(ROWS, ROWS, H, ONE, Init(name="words", std=1.0))
-        spec = ParamSpec((replica("positions", (S, H), ONE),), (S, H), writes_grad=True)
+        spec = ParamSpec((replica("positions", (S, H), ONE),), (S, H))
         self.positions = new_parameter(spec, Init(std=1.0))
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:

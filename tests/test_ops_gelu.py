@@ -59,10 +59,16 @@ def test_an_owner_gets_the_sums():
     """Added to what is there; autograd then gets what the owner returns."""
     x, bias, target = torch.randn(4, 8).requires_grad_(), torch.randn(8).requires_grad_(), torch.ones(8)
     for function in (lambda *a: bias_act(*a, act=TANH), add_bias):
-        target.fill_(1)
-        y = function(x, bias, lambda given, sums: sums(target) if given is bias else 1 / 0)
-        dx, dbias = torch.autograd.grad(y.sum(), (x, bias))
-        assert dbias is not None and torch.equal(target, dbias) and torch.equal(target, 1 + dx.sum(0))
+        for beta, before in ((1, 1.0), (0, torch.nan)):
+            target.fill_(before)
+
+            def owner(given, write, beta=beta):
+                assert given is bias
+                write(target, beta)
+                return target
+
+            dx, dbias = torch.autograd.grad(function(x, bias, owner).sum(), (x, bias))
+            assert torch.equal(target, beta + dx.sum(0)) and torch.equal(target, dbias)
     frozen = bias.detach()
     add_bias(x, frozen, lambda *_: 1 / 0).sum().backward()
     assert frozen.grad is None and add_bias(x, None) is x
@@ -72,7 +78,7 @@ def test_second_derivatives():
     x, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (x, bias)]
     assert torch.autograd.gradgradcheck(lambda x, b: bias_act(x, b, act=TANH), leaves)
-    assert torch.autograd.gradgradcheck(lambda x: column_sums(x).square(), x)
+    assert torch.autograd.gradgradcheck(lambda x: column_sums(x, torch.empty_like(x[0])).square(), x)
 
 
 def test_another_bias_is_refused():

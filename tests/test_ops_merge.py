@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanomegatron.ops import grouped_mm as ops_grouped_mm
 from nanomegatron.ops import merge as ops_merge
 from tests import cuda_on_cpu
 from tests.gpu import test_kernel_merge as merge
@@ -15,7 +16,7 @@ def run_here(request, monkeypatch):
     elif cuda_on_cpu.cuda_home() is None:
         pytest.skip("no CUDA headers here")
     else:
-        cuda_on_cpu.run_here(monkeypatch, ("merge",), ops_merge, merge)
+        cuda_on_cpu.run_here(monkeypatch, ("merge",), ops_merge, ops_grouped_mm, merge)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -1,5 +1,7 @@
 """Initial weights: the slices of all ranks are one tensor, the same to the bit whatever cuts it."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,12 +10,13 @@ from nanomegatron.param import (
     Init,
     ParamSpec,
     WeightGradStore,
-    accumulate_grad,
+    accumulate,
+    add_grad,
     draw_normal,
+    grad_buffer,
     is_deferred,
     new_parameter,
     replica,
-    run_or_defer,
     scaled_std,
     shard,
     stacked,
@@ -149,40 +152,80 @@ def test_fill_and_scaled_std():
     assert scaled_std(0.02, 8) == pytest.approx(0.005)
 
 
-def test_contribution_goes_to_main_grad_or_to_autograd():
-    param = new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16, std=1.0))
-    grad = torch.ones(8, 6, dtype=torch.bfloat16)
-    assert accumulate_grad(param, lambda: grad) is grad
-    calls = []
+class Bucket:
+    """What `accumulate` sees of a bucket; its gradients have memory once it is asked for."""
 
-    class Bucket:
-        def alloc_grads(self):
-            calls.append("alloc_grads")
-            param.main_grad = torch.full((8, 6), 2.0)
+    def __init__(self, param, stale=False):
+        param.bucket, param.main_grad = self, None
+        self.param, self.calls = param, []
+        self.stale = {param} if stale else set()
 
-        def add(self, which, grad):
-            which.main_grad += grad
-            calls.append(which)
+    def alloc_grads(self):
+        self.param.main_grad = torch.full((8, 6), math.nan if self.stale else 2.0)
+        self.calls.append("alloc")
 
-    param.bucket = Bucket()
-    assert accumulate_grad(param, lambda: grad) is None
-    assert calls[0] == "alloc_grads" and calls[1] is param and len(calls) == 2
-    assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
-    for beside_nccl in (False, True):
-        made, store = [], WeightGradStore(beside_nccl)
-        param.wgrad_store = store
-        calls.clear()
+    def ready(self, param):
+        assert param is self.param
+        self.calls.append("ready")
 
-        def work(made=made):
-            return accumulate_grad(param, lambda: made.append(1) or grad)
 
-        with store.collect() as works:
-            assert run_or_defer(param, work) is None and is_deferred(param) != beside_nccl
-        assert made == [1] * beside_nccl and calls == ["alloc_grads"] * beside_nccl, (
-            "only the sum is deferred, or all"
-        )
-        store.run(works)
-        assert made == [1] and calls == ["alloc_grads", param] and (param.main_grad == 3).all()
+def adding(grad, betas):
+    """A `write` of this gradient `[...]` that notes each beta."""
+
+    def write(out, beta):
+        betas.append(beta)
+        add_grad(out, grad, beta)
+
+    return write
+
+
+def parameter():
+    return new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16, std=1.0))
+
+
+def test_a_gradient_goes_to_the_bucket_or_to_autograd():
+    """Without a bucket in the type of the parameter; with one into its fp32, and reported."""
+    param, betas = parameter(), []
+    write = adding(torch.ones(8, 6), betas)
+    grad = accumulate(param, write)
+    assert (grad == 1).all() and grad.dtype == torch.bfloat16 and grad_buffer(param) == (None, 0)
+    bucket = Bucket(param)
+    assert accumulate(param, write) is None and (param.main_grad == 3).all()
+    assert bucket.calls == ["alloc", "ready"] and betas == [0, 1] and param.main_grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("beside_nccl", [False, True])
+def test_a_deferred_gradient(beside_nccl):
+    """Nothing is asked of the bucket before `write` runs: neither memory nor beta, which differ by then."""
+    param, betas = parameter(), []
+    bucket, param.wgrad_store = Bucket(param, stale=True), WeightGradStore(beside_nccl)
+    write = adding(torch.ones(8, 6), betas)
+    with param.wgrad_store.collect() as works:
+        assert accumulate(param, write) is accumulate(param, write) is None
+        assert is_deferred(param, beside_nccl=True) and is_deferred(param) != beside_nccl
+    assert not bucket.calls and not betas
+    WeightGradStore.run(works)
+    assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
+
+
+def test_a_deferred_gradient_without_a_bucket():
+    param = parameter()
+    param.wgrad_store = WeightGradStore()
+    with param.wgrad_store.collect() as works:
+        for _ in range(2):
+            accumulate(param, adding(torch.ones(8, 6), []))
+    assert param.grad is None
+    WeightGradStore.run(works)
+    assert (param.grad == 2).all()
+
+
+def test_biases_and_norms_are_not_deferred():
+    param = torch.nn.Parameter(torch.zeros(4))
+    param.wgrad_store = WeightGradStore()
+    with param.wgrad_store.collect() as works:
+        assert not is_deferred(param, beside_nccl=True)
+        assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
+    assert not works
 
 
 @pytest.mark.parametrize("kind", SPECS)

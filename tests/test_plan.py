@@ -13,6 +13,8 @@ from nanomegatron.build import Paths, install, quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.fast import ring
+from nanomegatron.fast.fp8_producers import quantizing_norm
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.flops import parameter_count
@@ -138,7 +140,8 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
         quantize_layers(built, scales, range(model.num_layers))
     loss = fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None
     moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
-    install(Stages([built]), Paths(producers=True, loss=loss, moe=moe))
+    layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
+    install(Stages([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -199,7 +199,7 @@ def words_and_positions(mesh, cut, packed):
     """The rank that has an id adds its position, which changes no bit; gradients are the dense ones."""
     layer = VocabParallelEmbedding(9, 16, 6, mesh.tp, INIT.at("embedding.word_embeddings"), cut)
     part = replica("positions", (5, 6), mesh.tp, partial=cut)
-    layer.positions = new_parameter(ParamSpec((part,), (5, 6), writes_grad=True), INIT.at("positions"))
+    layer.positions = new_parameter(ParamSpec((part,), (5, 6)), INIT.at("positions"))
     whole = fill(layer)
     table, positions = whole["embedding.word_embeddings.weight"], whole["positions"]
     ids = torch.tensor([[0, 8, 3, 3], [5, 1, 8, 7]])
@@ -237,21 +237,17 @@ class Bucket:
     """What layers see of a bucket: fp32 `main_grad`, and somebody to tell of each contribution."""
 
     def __init__(self, *params):
-        self.accumulated = []
+        self.accumulated, self.stale = [], set()
+        self.left = []  # to autograd
         for param in params:
             param.bucket, param.main_grad = self, torch.zeros(param.shape)
-            if not param.spec.writes_grad:
-                param.register_post_accumulate_grad_hook(self.move)
+            param.register_post_accumulate_grad_hook(self.move)
 
     def move(self, param):
-        param.main_grad += param.grad
-        param.grad = None
-
-    def alloc_grads(self):
-        pass
-
-    def first_write(self, param):
-        return False
+        if param.grad is not None:
+            self.left.append(param)
+            param.main_grad += param.grad
+            param.grad = None
 
     def ready(self, param):
         self.accumulated.append(param)
@@ -305,11 +301,14 @@ def test_biases_report_each_contribution(how):
         x = torch.randn(5, 2, 8)
         for module in mlp, twin:
             (module(x) * weight).sum().backward()
-    assert Counter(bucket.accumulated) == dict.fromkeys(mlp.parameters(), 2)
+    assert Counter(bucket.accumulated) == dict.fromkeys(mlp.parameters(), 2) and not bucket.left
     for p, q in zip(mlp.parameters(), twin.parameters(), strict=True):
         close(p.main_grad, q.grad)
     for kind in ColumnParallelLinear, RowParallelLinear:
-        assert not kind(4, 4, Axis.single(), skip_bias_add=True).bias.spec.writes_grad
+        layer = kind(4, 4, Axis.single(), skip_bias_add=True)
+        bucket = Bucket(*layer.parameters())
+        sum(layer(torch.randn(5, 2, 4))).sum().backward()
+        assert bucket.accumulated == [layer.weight] and bucket.left == [layer.bias]
 
 
 def test_sizes_that_do_not_divide_are_refused():

@@ -10,8 +10,8 @@ from tests.test_style import KERNELS, PYTHON, ROOT, SOURCES, none
 # Names of the first version, each with a term of the field for it.
 NAMES = """
 Journey TokenDispatch | OnTheWay AsyncHostCopy | Trip AsyncExchange | under_way pending
-set_out prefetch | Soon OverlappedWgrads | Deferred WeightGradStore | when_due run_or_defer
-now_or run_or_defer | puts_off is_deferred | contribute accumulate_grad | made_again recompute
+set_out prefetch | Soon OverlappedWgrads | Deferred WeightGradStore | when_due accumulate
+now_or accumulate | puts_off is_deferred | contribute accumulate | made_again recompute
 stand_in fp8_placeholder | casts_of Quantized | kept_of saved_form | fp8_turn fp8_transpose
 _agree_ all_reduce_amax_ | knows_scales has_scale | takes_casts accepts_fp8 | Inlet CaptureInputGrad
 Outlet InjectOutputGrad | wires p2p_links | WIRE_CTAS P2P_MAX_CTAS | Leg Transfer | Legs TransferPlan

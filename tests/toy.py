@@ -14,7 +14,7 @@ from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, Precis
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.optim import Optimizer
-from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, accumulate, add_product, new_parameter, replica, shard
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 13, 10, 12, 5
 ONE = Axis.single()
@@ -31,7 +31,7 @@ class Times(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ weight, accumulate_grad(weight, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return grad @ weight, accumulate(weight, lambda out, beta: add_product(out, grad, x, beta))
 
 
 class Lookup(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx, grad):
         ids, table = ctx.saved_tensors
         hot = F.one_hot(ids.flatten(), len(table)).to(grad.dtype)
-        return None, accumulate_grad(table, lambda: hot.t() @ grad.flatten(0, -2))
+        return None, accumulate(table, lambda out, beta: add_product(out, hot, grad.flatten(0, -2), beta))
 
 
 def parameter(name: str, shape: tuple, dtype=torch.float32, fill=None, **spec) -> nn.Parameter:
@@ -57,7 +57,7 @@ class Embedding(nn.Module):
     def __init__(self, dtype) -> None:
         super().__init__()
         part = shard("embedding.word_embeddings.weight", (VOCAB, WIDTH), 0, ONE, local_size=16)
-        spec = ParamSpec((part,), (16, WIDTH), writes_grad=True, uses=2, tied=True)
+        spec = ParamSpec((part,), (16, WIDTH), uses=2, tied=True)
         self.weight = new_parameter(spec, Init(dtype=dtype, std=0.2))
 
     def forward(self, ids):
@@ -68,8 +68,8 @@ class Layer(nn.Module):
     def __init__(self, i: int, width: int, dtype) -> None:
         super().__init__()
         self.norm = parameter(f"{i}.norm", (WIDTH,), dtype, 1.0)
-        self.inner = parameter(f"{i}.inner", (width, WIDTH), dtype, writes_grad=True)
-        self.outer = parameter(f"{i}.outer", (WIDTH, width), dtype, writes_grad=True)
+        self.inner = parameter(f"{i}.inner", (width, WIDTH), dtype)
+        self.outer = parameter(f"{i}.outer", (WIDTH, width), dtype)
         self.bias = parameter(f"{i}.bias", (width,), dtype, 0.1)
 
     def forward(self, x):

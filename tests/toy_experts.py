@@ -13,7 +13,16 @@ from torch import nn
 
 from nanomegatron.comm import gather_seq, scatter_seq
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard, stacked
+from nanomegatron.param import (
+    Init,
+    ParamSpec,
+    accumulate,
+    add_product,
+    new_parameter,
+    replica,
+    shard,
+    stacked,
+)
 from tests.checkpoints import ALONE
 from tests.toy import VOCAB, WIDTH, Lookup, Times
 
@@ -22,7 +31,7 @@ EXPERTS, INNER = 4, 6
 
 def dense(name: str, shape: tuple, mesh: Mesh, dtype) -> nn.Parameter:
     part = replica(name, shape, mesh.tp, partial=True)
-    return new_parameter(ParamSpec((part,), shape, writes_grad=True), Init(dtype=dtype, std=0.4))
+    return new_parameter(ParamSpec((part,), shape), Init(dtype=dtype, std=0.4))
 
 
 def experts(name: str, mesh: Mesh, dtype) -> nn.Parameter:
@@ -70,7 +79,7 @@ class TimesTransposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ weight.t(), accumulate_grad(weight, lambda: x.t() @ grad)
+        return grad @ weight.t(), accumulate(weight, lambda out, beta: add_product(out, x, grad, beta))
 
 
 class ExpertToy(nn.Module):

@@ -37,6 +37,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.dp import Bucket, Buckets
 from nanomegatron.fp8 import Scales
+from nanomegatron.param import report
 
 LEFT_FREE = 2**30  # bytes that are left free
 
@@ -190,8 +191,7 @@ class GraphedSteps:
         def launch() -> None:
             replay()
             for param in contributions:
-                param.bucket.first_write(param)
-                param.bucket.ready(param)
+                report(param)
 
         return launch
 

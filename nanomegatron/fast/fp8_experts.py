@@ -18,11 +18,11 @@ from torch import nn
 from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
 from nanomegatron.fp8_linear import cast_input
-from nanomegatron.moe import Activation, GroupedExperts, accumulate_by_expert, weight_grad
+from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import fp8_matmul
 from nanomegatron.ops.grouped_mm import Groups
-from nanomegatron.param import accumulate_grad, run_or_defer
+from nanomegatron.param import accumulate
 from nanomegatron.recompute import source_of
 
 
@@ -81,19 +81,25 @@ def grouped_fp8_mm(
     return y
 
 
-def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Groups) -> torch.Tensor | None:
-    """`moe.weight_grad` from transposed FP8 copies: a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
+def accumulate_fp8_outer(
+    weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Groups
+) -> torch.Tensor | None:
+    """`moe.accumulate_outer` from transposed FP8 copies: a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
     if one_kernel(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
-        return accumulate_grad(
-            weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how).view_as(weight)
+        return accumulate_grouped(
+            weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how)
         )
 
-    def add(out: torch.Tensor, begin: int, end: int) -> None:
-        out.add_(fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype))
+    def write(out: torch.Tensor, beta: int) -> None:
+        if beta == 0:
+            out.zero_()  # the experts without rows
+        each = out.view(groups.experts, len(a.data), -1)
+        for i, begin, end in groups.spans:
+            each[i].add_(fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype))
 
-    return accumulate_by_expert(weight, groups, add)
+    return accumulate(weight, write)
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):
@@ -128,8 +134,8 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         dx = grouped_fp8_mm(rowwise, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
         pair = (columnwise, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
-        multiply = fp8_weight_grad if fp8.recipe.wgrad else weight_grad
-        return dx, run_or_defer(weight, partial(multiply, weight, a, b, groups)), None, None, None, None
+        outer = accumulate_fp8_outer if fp8.recipe.wgrad else accumulate_outer
+        return dx, outer(weight, a, b, groups), None, None, None, None
 
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:

@@ -46,7 +46,7 @@ from nanomegatron.ops.gelu import bias_act_ref
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
-from nanomegatron.param import accumulate_sums
+from nanomegatron.param import accumulate
 from nanomegatron.recompute import Source
 from nanomegatron.tp import over_shards, own_columns, vocab_parallel_cross_entropy
 
@@ -82,7 +82,7 @@ def quantizing_norm(
     residual = None
     if branch is not None:
         residual = x
-        x = bias_dropout_add(branch.y, branch.bias, None, branch.drop, accumulate_sums)  # not in the kernel
+        x = bias_dropout_add(branch.y, branch.bias, None, branch.drop)  # not in the kernel
     copies = copies_for(reader)
     return NormFp8Function.apply(
         x, residual, norm.weight, norm.bias, norm.eps, norm.from_one, reader.fp8, copies
@@ -227,14 +227,13 @@ class BiasActFp8Function(torch.autograd.Function):
         output, inverse = before.known_scale("g", "both")
         made = []
 
-        def sums(target: torch.Tensor | None) -> torch.Tensor | None:
-            pair, dbias = bias_act_backward_fp8(grad, x, bias, ctx.act, output, target)
+        def write(out: torch.Tensor | None, beta: int) -> None:
+            pair = bias_act_backward_fp8(grad, x, bias, ctx.act, output, out, beta)
             made.append(Quantized.with_scale(pair, inverse))
-            return dbias
 
         trained = bias is not None and bias.requires_grad
-        dbias = accumulate_sums(bias, sums) if trained else sums(None)
-        return fp8_placeholder(x, x.shape, made[0]), dbias if trained else None, *[None] * 5
+        dbias = accumulate(bias, write) if trained else write(None, 0)
+        return fp8_placeholder(x, x.shape, made[0]), dbias, *[None] * 5
 
 
 class CrossEntropyFp8Function(torch.autograd.Function):

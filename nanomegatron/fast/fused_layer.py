@@ -3,10 +3,10 @@
     plain    y = attention(norm(x))        x = x + dropout(y + bias)        z = norm(x)        three passes
     fused    y = attention(normed)         z, x = add_norm(y, x, bias, dropout)                one
 
-The output of a sublayer is not added at once: it travels, with its bias and dropout, as a `Branch` beside the
-residual stream x, to the next norm, whose kernel adds it and returns the norm and the sum. So a layer takes
-the branch of the layer before, and its own last one goes to the next layer; at the end of a segment it is
-added. (As hidden_states, residual in vLLM; arXiv 2104.04473 fuses bias, dropout and add.)
+The output of a sublayer is not added at once: it is passed on, with its bias and dropout, as a `Branch` with
+the residual stream x, to the next norm, whose kernel adds it and returns the norm and the sum. So a layer
+takes the branch of the layer before, and its own last one is for the next layer; at the end of a segment it
+is added. (As hidden_states, residual in vLLM; arXiv 2104.04473 fuses bias, dropout and add.)
 
 What reads a weight here without its module waits for all gathered parameters of the layer first. Norms, and
 the linear layers behind attention and MLP, are not called as modules: a layer of which a module has a hook
@@ -31,7 +31,6 @@ from nanomegatron.layers import MLP, Norm
 from nanomegatron.model import TransformerLayer
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.norm import add_norm, norm_beside
-from nanomegatron.param import accumulate_sums
 from nanomegatron.recompute import keeping, recomputed, source_of, with_source
 from nanomegatron.tp import RowParallelLinear
 
@@ -45,7 +44,7 @@ class Branch(NamedTuple):
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """x + the branch. x `[s, b, h]` -> `[s, b, h]`"""
-        return bias_dropout_add(self.y, self.bias, x, self.drop, accumulate_sums)
+        return bias_dropout_add(self.y, self.bias, x, self.drop)
 
 
 def fused_norm(
@@ -58,7 +57,7 @@ def fused_norm(
     fused = isinstance(norm, Norm) and norm.fused
     if branch is not None and fused:
         y, bias, drop = branch
-        return add_norm(y, x, norm.weight, norm.bias, norm.eps, norm.from_one, bias, drop, accumulate_sums)
+        return add_norm(y, x, norm.weight, norm.bias, norm.eps, norm.from_one, bias, drop)
     if branch is not None:
         x = branch.add(x)
     if fused:
@@ -112,7 +111,8 @@ class FusedLayers:
             return layer(x, batch, rotary, cache), None
         wait_params(params)
 
-        attention, mlp = layer.self_attention, layer.mlp
+        attention = layer.self_attention
+        mlp = layer.mlp
         dense = isinstance(mlp, MLP)
         adds_bias = not leaves_bias(layer)
 
@@ -134,9 +134,10 @@ class FusedLayers:
         branch: Branch | None,
         becomes_input: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x `[s, b, h]` plus the branch, and the sum; the norm may be recomputed by its reader.
+        """Return the norm of x plus the branch, and the sum. x `[s, b, h]` -> `[s, b, h]`, `[s, b, h]`
 
-        becomes_input: it is the input of a function that is recomputed, which a placeholder cannot be.
+        The norm may be recomputed by its reader. becomes_input: it is the input of a function that is
+        recomputed, which a placeholder cannot be.
         """
         y, total = self.norm(norm, reader, x, branch)
         again = self.recompute or (becomes_input and source_of(y).casts is not None)

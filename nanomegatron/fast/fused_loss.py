@@ -32,7 +32,7 @@ from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, star
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, grad_to_write, main_grad, product
+from nanomegatron.param import add_product, grad_buffer, product, report
 from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 
 
@@ -65,18 +65,17 @@ class FusedLossFunction(torch.autograd.Function):
         pieces = x.flatten(0, 1).split(step)
         gathered = [start_all_gather(piece, tp) if ranks > 1 else Pending(piece) for piece in pieces]
         reduce = start_reduce_scatter if ranks > 1 else start_all_reduce_
-        target, overwrite = (None, False) if loss_weights is None else grad_to_write(weight)
+        out, beta = (None, 0) if loss_weights is None else grad_buffer(weight)
         ctx.dw = None
-        if loss_weights is not None and target is None:
-            target = ctx.dw = torch.zeros_like(weight, dtype=torch.float32)
+        if loss_weights is not None and out is None:
+            out = ctx.dw = torch.empty_like(weight, dtype=torch.float32)
         columns = [t.split(step, 1) for t in (labels, loss_weights) if t is not None]
         ctx.shape = x.shape
         losses, ctx.dx = [], []
         for rows, *numbers in zip(gathered, *columns, strict=True):
             numbers = [column.flatten() for column in numbers]
-            given = rows.wait(), weight, numbers, (target, overwrite)
-            loss, dx = chunk_loss(*given, reduce, tp, real, tuner)
-            overwrite = False
+            loss, dx = chunk_loss(rows.wait(), weight, numbers, (out, beta), reduce, tp, real, tuner)
+            beta = 1
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
         ctx.weight = weight  # not saved by ctx: hooks on saved tensors would return it without its bucket
@@ -97,8 +96,7 @@ class FusedLossFunction(torch.autograd.Function):
         dx, dw = ctx.dx, ctx.dw
         ctx.dx = ctx.dw = None
         if dw is None:
-            main_grad(weight)  # allocates the gradients again if the bucket has freed them since
-            weight.bucket.ready(weight)
+            report(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
         return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 5
 
@@ -107,18 +105,18 @@ def chunk_loss(
     rows: torch.Tensor,
     weight: torch.Tensor,
     numbers: list[torch.Tensor],
-    target: tuple[torch.Tensor | None, bool],
+    buffer: tuple[torch.Tensor | None, int],
     reduce: Callable[[torch.Tensor, Axis], Pending],
     tp: Axis,
     real: int,
     tuner: Any = None,
 ) -> tuple[torch.Tensor, Pending | None]:
-    """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); adds dW to `target`.
+    """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); writes dW to buffer.
 
     rows `[t, h]`, weight `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced. numbers:
-    labels, counted from this rank's first row of weight, and loss weights if gradients are needed. target:
-    `[V/tp, h]`, and whether to overwrite it. tuner: as in `tp.LinearFunction`. A separate function, so that
-    its logits are freed before the next chunk's are made.
+    labels, counted from this rank's first row of weight, and loss weights if gradients are needed. buffer
+    `[V/tp, h]`: out, and beta. tuner: as in `tp.LinearFunction`. A separate function, so that its logits are
+    freed before the next chunk's are made.
     """
     labels, *loss_weights = numbers
     logits = product(rows, weight.t(), tuner)
@@ -127,8 +125,8 @@ def chunk_loss(
         return lse - picked, None
     grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
     dx = reduce(product(grad, weight, tuner), tp)
-    dw, overwrite = target
-    add_product(dw, grad, rows, overwrite, tuner)
+    out, beta = buffer
+    add_product(out, grad, rows, beta, tuner)
     return lse - picked, dx
 
 

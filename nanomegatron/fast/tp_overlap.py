@@ -25,7 +25,7 @@ from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.pieces import gather_pieces, push_pieces
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import add_bias
-from nanomegatron.param import accumulate_sums, accumulate_weight_grad, is_deferred, run_or_defer
+from nanomegatron.param import accumulate, add_product, is_deferred
 from nanomegatron.tp import LinearFunction
 
 
@@ -47,7 +47,7 @@ class OverlappedLinear:
         """As `tp.LinearFunction`. x `[..., n]`, weight `[m, n]`, bias `[m]` -> `[..., m]`"""
         if axis.size > 1 and comm in ("gather", "scatter"):
             y = OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
-            return add_bias(y, bias, accumulate_sums)
+            return add_bias(y, bias, accumulate)
         return LinearFunction.apply(x, weight, axis, comm, bias)
 
 
@@ -83,10 +83,10 @@ class OverlappedLinearFunction(torch.autograd.Function):
             dx, rows = gather_matmul(rows, weight, axis, peers)
             reduced = Pending(dx)
 
-        def weight_grad() -> torch.Tensor | None:
-            return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
+        def write(out: torch.Tensor, beta: int) -> None:
+            add_product(out, rows, all_gather(x, axis) if later else x, beta)
 
-        dw = run_or_defer(weight, weight_grad)
+        dw = accumulate(weight, write)
         return reduced.wait().view(shape), dw, None, None, None
 
 

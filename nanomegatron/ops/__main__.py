@@ -3,14 +3,14 @@
 import sys
 
 from nanomegatron.config.help import CommandParser
-from nanomegatron.ops.paths import report
+from nanomegatron.ops.paths import print_report
 
 
 def main(argv: list[str]) -> int:
     """Print the report; returns the exit code."""
     parser = CommandParser(prog="nanomegatron ops", description="Paths of all ops.")
     parser.parse_args(argv)
-    return report()
+    return print_report()
 
 
 if __name__ == "__main__":

@@ -1,24 +1,26 @@
 """Biases of linear layers; their gradients are sums over rows: the kernel of cuda/column_sums.cu.
 
-Its owner says where a gradient goes: `accumulate(bias, sums)` calls sums(target) at once, which adds the sums
-to target `[n]`, or sums(None), which returns them: in fp32 by a kernel, else in the gradient's type.
+Its owner says where a gradient goes: `accumulate(bias, write)`, that of `param.py`, calls write(out, beta) at
+once, which makes out `[n]` beta * out + the sums; beta is 0 (out may be anything) or 1.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-Sums = Callable[[torch.Tensor | None], torch.Tensor]
-Accumulate = Callable[[torch.Tensor, Sums], torch.Tensor | None]
+Accumulate = Callable[[torch.Tensor, Callable[[torch.Tensor, int], Any]], torch.Tensor | None]
 ROWS, BLOCKS = 8, 2  # as column_sums.cuh has them
 
 
-def for_autograd(bias: torch.Tensor, sums: Sums) -> torch.Tensor:
+def for_autograd(bias: torch.Tensor, write: Callable[[torch.Tensor, int], Any]) -> torch.Tensor:
     """The gradient of bias `[n]` as autograd takes it -> `[n]`"""
-    return sums(None)
+    out = torch.empty_like(bias)
+    write(out, 0)
+    return out
 
 
 def add_bias(
@@ -43,30 +45,22 @@ class BiasFunction(torch.autograd.Function):
         return grad, bias_grad(ctx.bias, grad, ctx.accumulate), None
 
 
-def bias_grad(bias: torch.Tensor, grad: torch.Tensor, accumulate: Accumulate) -> torch.Tensor | None:
-    """The gradient of a bias `[n]` from that of x + bias, grad `[..., n]` -> `[n]`, by `accumulate`"""
-    return accumulate(bias, lambda target: column_sums(grad, target)) if bias.requires_grad else None
-
-
-def add_grad(
-    bias: torch.Tensor | None, grad: torch.Tensor | None, accumulate: Accumulate
-) -> torch.Tensor | None:
-    """Give a bias's gradient `[n]` that a kernel has made to `accumulate` -> `[n]` or None"""
+def bias_grad(bias: torch.Tensor | None, dy: torch.Tensor, accumulate: Accumulate) -> torch.Tensor | None:
+    """The gradient of a bias `[n]`, if any, by `accumulate`, from that of x + bias, dy `[..., n]` -> `[n]`"""
     if bias is None or not bias.requires_grad:
         return None
-    return accumulate(bias, lambda target: grad if target is None else target.add_(grad))
+    return accumulate(bias, lambda out, beta: column_sums(dy, out, beta))
 
 
-def column_sums(x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-    """Add the sums over all rows of x to target, or return them. x `[..., n]`, target `[n]` -> `[n]`"""
+def column_sums(x: torch.Tensor, out: torch.Tensor, beta: int = 0) -> torch.Tensor:
+    """out = beta * out + the sums over rows of x, in fp32 by a kernel. x `[..., n]`, out `[n]` -> `[n]`"""
     differentiable = torch.is_grad_enabled() and x.requires_grad
     if differentiable or not usable(x, "column_sums"):
         sums = x.sum_to_size(x.shape[-1:])
-        return sums if target is None else target.add_(sums)
+        return out.add_(sums) if beta else out.copy_(sums)
     x, n = x.contiguous(), x.shape[-1]
-    out = x.new_empty(n, dtype=torch.float32) if target is None else target
     parts = x.new_empty(blocks_down(x), n, dtype=torch.float32)
-    sizes = x.numel() // max(n, 1), n, len(parts), int(target is not None)
+    sizes = x.numel() // max(n, 1), n, len(parts), beta
     launch_kernel("column_sums", out, parts, x, *sizes, TYPES[x.dtype], TYPES[out.dtype])
     return out
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nanomegatron.ops.bias import Accumulate, add_bias, add_grad, for_autograd
 from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 PARTS = 8  # partial sums over rows per multiprocessor, in backwards, at most: as many blocks fit
@@ -47,38 +46,29 @@ def kernel_arguments(drop: Dropout | None) -> tuple[torch.Tensor | float | None,
 
 
 def bias_dropout_add(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    drop: Dropout | None,
-    accumulate: Accumulate = for_autograd,
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
     """drop(x + bias) + residual, each of the three optional.
 
-    x, residual `[..., h]`, bias `[h]` -> `[..., h]`; with drop x is as `Dropout` says. accumulate: what the
-    bias's gradient is given to (`ops/bias.py`).
+    x, residual `[..., h]`, bias `[h]` -> `[..., h]`; with drop x is as `Dropout` says.
 
     Raises ValueError if shapes, types or devices do not fit.
     """
     check_branch(x, bias, residual, drop)
     one_pass = bias is not None or drop is not None  # else torch has it
     if one_pass and usable(x, "bias_dropout_add"):
-        return BiasDropoutAddFunction.apply(x, bias, residual, drop, accumulate)
-    return bias_dropout_add_ref(x, bias, residual, drop, accumulate)
+        return BiasDropoutAddFunction.apply(x, bias, residual, drop)
+    return bias_dropout_add_ref(x, bias, residual, drop)
 
 
 def bias_dropout_add_ref(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    drop: Dropout | None,
-    accumulate: Accumulate = for_autograd,
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
     """`bias_dropout_add` in plain torch, rounded after each step: specification and oracle.
 
     x, residual `[..., h]`, bias `[h]` -> `[..., h]`
     """
-    x = add_bias(x, bias, accumulate)
+    x = x if bias is None else x + bias
     x = x if drop is None else drop(x)
     return x if residual is None else x + residual
 
@@ -100,9 +90,9 @@ class BiasDropoutAddFunction(torch.autograd.Function):
     """`bias_dropout_add` by the kernel, of checked tensors."""
 
     @staticmethod
-    def forward(ctx, x, bias, residual, drop, accumulate=for_autograd):
-        ctx.bias, ctx.drop, ctx.accumulate = bias, drop, accumulate
+    def forward(ctx, x, bias, residual, drop):
         x, bias, residual = (None if t is None else t.contiguous() for t in (x, bias, residual))
+        ctx.biased, ctx.drop = bias is not None, drop
         out, h = torch.empty_like(x), x.shape[-1]
         sizes = x.numel() // max(h, 1), h, TYPES[x.dtype]
         launch_kernel("bias_dropout_add", out, x, bias, residual, *sizes, *kernel_arguments(drop))
@@ -111,9 +101,8 @@ class BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, grad):
-        dx, dbias = branch_backward(grad, ctx.bias is not None, ctx.drop)
-        dbias = add_grad(ctx.bias, dbias, ctx.accumulate)
-        return dx, dbias, grad if ctx.needs_input_grad[2] else None, None, None
+        dx, dbias = branch_backward(grad, ctx.biased, ctx.drop)
+        return dx, dbias, grad if ctx.needs_input_grad[2] else None, None
 
 
 def branch_backward(

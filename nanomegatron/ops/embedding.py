@@ -63,11 +63,15 @@ def _local(ids: torch.Tensor, rows: int, first: int) -> tuple[torch.Tensor, torc
     return torch.where(here, local, local.remainder(rows)), here
 
 
-def add_word_grad_(target: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, first: int = 0) -> None:
+def add_word_grad_(
+    target: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, first: int = 0, beta: int = 1
+) -> None:
     """Add grad `[s, b, h]` to the rows of target `[v, h]` that the ids `[b, s]` look up, if it has them.
 
-    With gradients enabled (`create_graph`) this is plain torch, which has a derivative.
+    With gradients enabled (`create_graph`) this is plain torch, which has a derivative. beta 0: add to zeros.
     """
+    if beta == 0:
+        target.zero_()
     if not _usable(target, grad):
         local, here = _local(ids, len(target), first)
         values = (grad * here[..., None]).flatten(0, 1)
@@ -78,11 +82,13 @@ def add_word_grad_(target: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor, 
     _add_sorted_(target, local.flatten(), grad.flatten(0, 1)[:, None])
 
 
-def add_position_grad_(target: torch.Tensor, places: torch.Tensor, grad: torch.Tensor) -> None:
+def add_position_grad_(target: torch.Tensor, places: torch.Tensor, grad: torch.Tensor, beta: int = 1) -> None:
     """Add grad `[s, b, h]` to the rows of target `[n, h]` at the places `[s]` or `[b, s]`, for all of a row.
 
-    With gradients enabled (`create_graph`) this is plain torch, which has a derivative.
+    beta and `create_graph` as in `add_word_grad_`.
     """
+    if beta == 0:
+        target.zero_()
     if not _usable(target, grad):
         if places.dim() == 1:
             grad = grad.sum(1)

@@ -128,12 +128,12 @@ def bias_act_backward_fp8(
     bias: torch.Tensor | None,
     act: int,
     wanted: Fp8Output,
-    target: torch.Tensor | None = None,
-) -> tuple[Pair, torch.Tensor | None]:
-    """The gradient of x in FP8 and that of the bias, given the gradient of act(x + bias).
+    dbias: torch.Tensor | None = None,
+    beta: int = 0,
+) -> Pair:
+    """The gradient of x in FP8, given that of act(x + bias), and dbias = beta * dbias + that of the bias.
 
-    grad, x `[..., f]`, bias `[f]`, target `[f]`: what the bias's gradient is added to; else it is new, fp32
-    -> (`[rows, f]`, `[f, rows]`), `[f]`. Raises ValueError if shapes, types or devices do not fit.
+    grad, x `[..., f]`, bias, dbias `[f]` (None: not wanted) -> `[rows, f]`, `[f, rows]`. Raises ValueError.
     """
     rows, f = math.prod(x.shape[:-1]), x.shape[-1]
     pair = wanted.empty(x, rows, f)
@@ -143,15 +143,14 @@ def bias_act_backward_fp8(
         at = add_bias(x, bias).detach().requires_grad_()
         with torch.enable_grad():
             dx = torch.autograd.grad(bias_act_ref(at, act=act), at, grad)[0].view(rows, f)
-        return wanted.cast(dx), None if bias is None else column_sums(dx, target)
-    dbias, sums = None, None
-    if bias is not None:
-        dbias = x.new_empty(f, dtype=torch.float32) if target is None else target
-        sums = x.new_empty(math.ceil(rows / 128), f, dtype=torch.float32)
+        if dbias is not None:
+            column_sums(dx, dbias, beta)
+        return wanted.cast(dx)
+    sums = None if dbias is None else x.new_empty(math.ceil(rows / 128), f, dtype=torch.float32)
     tensors = grad.contiguous(), x.contiguous(), bias, *pair, wanted.scale, wanted.amax, dbias, sums
     types = TYPES[x.dtype], TYPES[wanted.dtype], TYPES[torch.float32 if dbias is None else dbias.dtype]
-    launch_kernel("gelu_fp8_backward", *tensors, rows, f, int(target is not None), act, *types)
-    return pair, dbias
+    launch_kernel("gelu_fp8_backward", *tensors, rows, f, beta, act, *types)
+    return pair
 
 
 def cross_entropy_grad_fp8(

@@ -77,12 +77,10 @@ class BiasActFunction(torch.autograd.Function):
             _backward(dx, grad, x, bias, ctx.act)
             return dx, None, None, None
 
-        def sums(target: torch.Tensor | None) -> torch.Tensor:
-            out = x.new_empty(x.shape[-1], dtype=torch.float32) if target is None else target
-            _backward(dx, grad, x, bias, ctx.act, out, add=target is not None)
-            return out
+        def write(out: torch.Tensor, beta: int) -> None:
+            _backward(dx, grad, x, bias, ctx.act, out, beta)
 
-        return dx, ctx.accumulate(bias, sums), None, None
+        return dx, ctx.accumulate(bias, write), None, None
 
 
 def _backward(
@@ -92,11 +90,11 @@ def _backward(
     bias: torch.Tensor | None,
     act: int,
     dbias: torch.Tensor | None = None,
-    add: bool = False,
+    beta: int = 0,
 ) -> None:
-    """Write dx `[..., f]` and, if wanted, the bias's gradient dbias `[f]`, or add it there."""
+    """Write dx `[..., f]` and, if wanted, dbias = beta * dbias + the bias's gradient `[f]`."""
     f, parts = x.shape[-1], blocks_down(x)
     sums = None if dbias is None else x.new_empty(parts, f, dtype=torch.float32)
-    sizes = x.numel() // max(f, 1), f, parts, int(add), act, TYPES[x.dtype]
+    sizes = x.numel() // max(f, 1), f, parts, beta, act, TYPES[x.dtype]
     tensors = dx, dbias, sums, grad.contiguous(), x, bias
     launch_kernel("gelu_backward", *tensors, *sizes, TYPES[(x if dbias is None else dbias).dtype])

@@ -26,6 +26,8 @@ from math import prod
 
 import torch
 
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+
 LARGE = 2**36  # multiplications
 
 
@@ -82,6 +84,20 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor
 def grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """a^T b over each expert's rows in one kernel: a `[r, o]`, b `[r, i]` -> `[e, o, i]`"""
     return torch._grouped_mm(a.t(), b, offs=groups.offsets[1:])
+
+
+def add_grouped_(total: torch.Tensor, part: torch.Tensor, beta: int = 1) -> None:
+    """total `[e*o, i]` = beta * total + part `[e, o, i]`; by the kernel of merge.cu if 16 bits join fp32."""
+    part = part.view_as(total)
+    if beta == 0:
+        total.copy_(part)
+    elif total.dtype != torch.float32 or part.dtype == total.dtype or not usable(part, "add_grouped_"):
+        total.add_(part)
+    else:
+        d, wide = 8 if part.numel() % 8 == 0 else 1, TYPES[torch.float32]
+        rows = part.numel() // d
+        table = torch.tensor([(x.data_ptr(), 0, 0, 0, rows) for x in (total, part)])  # as merge.py has it
+        launch_kernel("merge_rows", total, None, table, 2, rows, 1, d, wide, wide, TYPES[part.dtype])
 
 
 class AddBiasFunction(torch.autograd.Function):

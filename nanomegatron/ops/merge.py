@@ -52,16 +52,6 @@ def _entry(part: PartialRows) -> list[int]:
     return [*(0 if x is None else x.data_ptr() for x in addresses), begin, len(part.rows)]
 
 
-def add_(total: torch.Tensor, part: torch.Tensor) -> None:
-    """total += part, both `[...]`; by the kernel if total `[...]` is fp32 and part `[...]` has 16 bits."""
-    if total.dtype == part.dtype or total.dtype != torch.float32 or not usable(part, "add_"):
-        total.add_(part)
-        return
-    rows = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
-    out = total.view(rows)
-    merge_rows([PartialRows(out), PartialRows(part.view(rows))], out)
-
-
 def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sum of parts `[k, ...]` to out `[...]`, of their type: added in fp32, rounded once."""
     if len(parts) > MAX_PARTS or out.numel() % 8 or not usable(out, "sum_parts"):

@@ -7,7 +7,6 @@ is a residual) and one or two fp32 numbers per row.
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.bias import Accumulate, add_grad, for_autograd
 from nanomegatron.ops.dropout import (
     PARTS,
     Dropout,
@@ -31,7 +30,7 @@ def norm(
     """
     check_norm(x, None, weight, bias)
     if usable(x, "norm"):
-        return NormFunction.apply(x, None, weight, bias, eps, from_one)[0]
+        return by_kernel(x, None, weight, bias, eps, from_one)
     return norm_ref(x, weight, bias, eps, from_one)
 
 
@@ -59,20 +58,18 @@ def add_norm(
     from_one: bool = False,
     x_bias: torch.Tensor | None = None,
     drop: Dropout | None = None,
-    accumulate: Accumulate = for_autograd,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm` of drop(x + x_bias) + residual, and this sum, rounded to their type: the new residual.
 
     x, residual `[..., h]`, weight, bias, x_bias `[h]` -> `[..., h]`, `[..., h]`; x is `[s, b, h]` with drop.
-    accumulate: what the gradient of x_bias is given to (`ops/bias.py`).
 
     Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, residual, weight, bias)
     check_branch(x, x_bias, None, drop)
     if usable(x, "add_norm"):
-        return NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop, accumulate)
-    total = bias_dropout_add_ref(x, x_bias, residual, drop, accumulate)
+        return by_kernel(x, residual, weight, bias, eps, from_one, x_bias, drop)
+    total = bias_dropout_add_ref(x, x_bias, residual, drop)
     return norm_ref(total, weight, bias, eps, from_one), total
 
 
@@ -91,20 +88,22 @@ def norm_ref(
     return F.layer_norm(x.to(wide), scale.shape, scale, bias.to(wide), eps).to(x.dtype)
 
 
-class NormFunction(torch.autograd.Function):
-    """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors.
+def by_kernel(
+    x, residual, weight, bias, eps: float, from_one: bool = False, x_bias=None, drop=None
+) -> torch.Tensor | tuple:
+    """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
+    out, total = NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
+    return out if residual is None else (out, total)
 
-    -> the norm `[..., h]`, and the sum or, without a residual, x `[..., h]`
-    """
+
+class NormFunction(torch.autograd.Function):
+    """`by_kernel` as an autograd function -> the norm, and the sum or, without a residual, x."""
 
     @staticmethod
-    def forward(
-        ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None, accumulate=for_autograd
-    ):
+    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
         out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one, x_bias, drop)
         ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
         ctx.from_one, ctx.branch = from_one, (x_bias is not None, drop)
-        ctx.x_bias, ctx.accumulate = x_bias, accumulate
         ctx.set_materialize_grads(False)
         return out, x.view_as(x) if total is None else total
 
@@ -114,14 +113,12 @@ class NormFunction(torch.autograd.Function):
         x, weight, rstd, mean = ctx.saved_tensors
         if grad is None:  # only the sum was used
             dx, dx_bias = branch_backward(grad_total, *ctx.branch)
-            dx_bias = add_grad(ctx.x_bias, dx_bias, ctx.accumulate)
-            return dx, grad_total, None, None, None, None, dx_bias, None, None
+            return dx, grad_total, None, None, None, None, dx_bias, None
         dtotal, dweight, dbias, dropped, dx_bias = _backward(
             grad, grad_total, x, weight, rstd, mean, ctx.from_one, ctx.branch
         )
         dx, dresidual = dtotal if dropped is None else dropped, dtotal if ctx.needs_input_grad[1] else None
-        dx_bias = add_grad(ctx.x_bias, dx_bias, ctx.accumulate)
-        return dx, dresidual, dweight, dbias, None, None, dx_bias, None, None
+        return dx, dresidual, dweight, dbias, None, None, dx_bias, None
 
 
 def _forward(

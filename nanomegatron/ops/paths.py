@@ -112,7 +112,11 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         "swiglu": (lambda x: gated(x, SILU), lambda x: gated_ref(x, SILU), (x,)),
         "gelu": _of_act(TANH),
         "squared_relu": _of_act(SQUARED_RELU),
-        "column_sums": (lambda x: column_sums(x.detach()), lambda x: x.detach().sum((0, 1)), (x,)),
+        "column_sums": (
+            lambda x: column_sums(x.detach(), x.new_empty(H, dtype=torch.float32)),
+            lambda x: x.detach().sum((0, 1)),
+            (x,),
+        ),
         "scaled_softmax": (
             lambda x: scaled_softmax(x, 0.3, None, True),
             lambda x: scaled_softmax_ref(x, 0.3, None, True, None),
@@ -243,7 +247,7 @@ def self_test(device: torch.device) -> bool:
     return good
 
 
-def report() -> int:
+def print_report() -> int:
     """Print what is built and what runs; on a GPU test the kernels -> the exit code, 1 if a test fails."""
     kernels = ops_kernels._kernels
     print(f"built     {kernels.__file__}, for {kernels.archs}" if kernels else "built     nothing", end="")

@@ -210,7 +210,7 @@ class Words(nn.Module):
         super().__init__()
         init = Init(dtype=dtype, device=GPU, std=0.5)
         self.words = VocabParallelEmbedding(50, 64, 24, ONE, init.at("words"))
-        spec = ParamSpec((replica("positions", (40, 24), ONE),), (40, 24), writes_grad=True)
+        spec = ParamSpec((replica("positions", (40, 24), ONE),), (40, 24))
         self.positions = new_parameter(spec, init)
         self.buckets = Buckets(self, ParallelConfig(), Mesh())
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, add_, merge_rows, sum_parts
+from nanomegatron.ops.grouped_mm import add_grouped_
+from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, merge_rows, sum_parts
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -129,7 +130,7 @@ def test_a_sum_in_place(dtype, size):
     """As torch's, to the bit."""
     total, part = torch.randn(size, device=GPU), torch.randn(size, device=GPU).to(dtype)
     expected = total + part
-    add_(total, part)
+    add_grouped_(total, part)
     assert torch.equal(total, expected)
 
 

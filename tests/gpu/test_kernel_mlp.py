@@ -89,10 +89,15 @@ SHAPES = [(8, 3, 64), (5, 13), (1, 1), (0, 16), (3, 0), (1000, 3072), (70001, 16
 
 
 def biased(function, x: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The result, the gradient of x and, with a bias, its gradient as `accumulate` gets it."""
+    """The result, the gradient of x and, with a bias, its gradient, fp32 or wider, over what was there."""
     x, given = x.detach().requires_grad_(), []
     bias = None if bias is None else bias.detach().requires_grad_()
-    y = function(x, bias, lambda bias, sums: given.append(sums(None)))
+
+    def accumulate(bias, write):
+        given.append(torch.full_like(bias, torch.nan, dtype=torch.promote_types(bias.dtype, torch.float32)))
+        write(given[0], 0)
+
+    y = function(x, bias, accumulate)
     y.backward(grad)
     return [y.detach(), x.grad, *given]
 
@@ -153,19 +158,24 @@ def test_bias_and_activation_not_aligned(dtype):
     check_biased(x.clone(), torch.randn(65, device=GPU).to(dtype)[1:], TANH)
 
 
+def sums(x: torch.Tensor) -> torch.Tensor:
+    """New sums in fp32, over what is no number."""
+    return column_sums(x, torch.full(x.shape[-1:], torch.nan, device=GPU))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_column_sums(shape, dtype):
     """New ones in fp32; or added to what is there, in fp32 and in 16 bits, which rounds them once more."""
     x = torch.randn(shape, device=GPU).to(dtype)
     exact, limit = x.double().sum_to_size(shape[-1:]), x.double().abs().sum_to_size(shape[-1:]) * 2e-6
-    found = column_sums(x)
-    assert found.dtype == torch.float32 and ((found - exact).abs() <= limit).all()
-    assert torch.equal(found, column_sums(x))
+    found = sums(x)
+    assert ((found - exact).abs() <= limit).all()
+    assert torch.equal(found, sums(x))
     for kind in (torch.float32, dtype):
         before = torch.randn(shape[-1:], device=GPU).to(kind)
         target = before.clone()
-        assert column_sums(x, target) is target
+        assert column_sums(x, target, 1) is target
         right = exact + before.double()
         assert ((target.double() - right).abs() <= limit + TOLERANCE[kind] * right.abs() + 1e-6).all()
 
@@ -173,7 +183,7 @@ def test_column_sums(shape, dtype):
 def test_column_sums_of_any_strides():
     x = torch.randn(31, 5, 64, device=GPU)
     for view in (x[:, :, 1:9], x.transpose(0, 2), x.new_ones(()).expand(9, 7), x.flatten()[2:].view(-1, 3)):
-        torch.testing.assert_close(column_sums(view), view.sum_to_size(view.shape[-1:]), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(sums(view), view.sum_to_size(view.shape[-1:]), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("f", [64, 37])
