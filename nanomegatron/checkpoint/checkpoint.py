@@ -288,7 +288,10 @@ def _newest_intact(
             what = f"{path}, a symbolic link, leads to a checkpoint that is damaged"
             raise CheckpointError("\n  ".join([f"{what}; restore it, or remove the link:", *errors]))
     if bad:
-        raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *some(bad)]))
+        raise CheckpointError(
+            f"no usable checkpoint in {root}: give another --load or --run-name, or remove the folder; tried"
+            + "".join(f"\n  {line}" for line in some(bad))
+        )
     return root, None, []
 
 

@@ -187,13 +187,18 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     took = time.perf_counter() - start
     if show:
-        each = zip(texts, prompts, strict=True)
-        shown = (tokenizer.decode(text[hidden_ids(tokenizer, prompt) :]) for text, prompt in each)
+        shown = (
+            tokenizer.decode(text[hidden_ids(tokenizer, prompt) :])
+            for text, prompt in zip(texts, prompts, strict=True)
+        )
         print("\n---\n".join(map(readable, shown)))
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
-        note = f"nanomegatron generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}"
-        print(note, file=sys.stderr)
+        full = "; the model's positions are full" * (model.config.max_position_embeddings in map(len, texts))
+        print(
+            f"nanomegatron generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}{full}",
+            file=sys.stderr,
+        )
 
 
 def readable(text: str) -> str:

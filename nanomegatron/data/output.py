@@ -169,7 +169,9 @@ class DatasetOutput:
         """Make the data sets loadable -> a line of report for each. Raises ValueError without a token."""
         for builder in self.builders:
             if not builder.tokens:
-                raise ValueError(f"{builder.prefix}: {builder.documents} documents without a token")
+                raise ValueError(
+                    f"{builder.prefix}: {builder.documents} documents without a token: is --input empty?"
+                )
         before = [np.concatenate(([0], *each)).cumsum() for each in self._sizes]  # each sequence, and in all
         for builder, text_bytes in zip(self.builders, before):
             builder.finalize(self._sidecar(builder, text_bytes))

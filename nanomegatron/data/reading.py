@@ -59,7 +59,9 @@ class Line(NamedTuple):
             texts = [*map(document.get, keys)]
             for key, text in zip(keys, texts):
                 if not isinstance(text, str):
-                    raise ValueError(f"no string under {key!r}; the keys are {', '.join(document)}")
+                    raise ValueError(
+                        f"no string under {key!r}; the keys are {', '.join(document)}: give --json-keys one"
+                    )
                 if not text.isascii():
                     text.encode()  # half of a surrogate pair has no UTF-8
             return texts

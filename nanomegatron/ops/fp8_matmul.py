@@ -56,7 +56,7 @@ def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
     """The inverse of a in the shape and strides that torch takes; those of gathered blocks have others."""
     q, inverse = a
     if not inverse.dim():  # most CPUs have a fast kernel for scales of rows only, with the same result
-        return inverse if q.is_cuda else inverse.expand(len(q), 1).contiguous()
+        return inverse if q.is_cuda else inverse.repeat(len(q), 1)
     if not blocks:
         return inverse.flatten()[:, None]
     if len(inverse) < len(q) and inverse.shape[1] % 4:  # torch 2.11 misreads such scales of 128 x 128
