@@ -2,7 +2,8 @@
 
     granularity   what is kept                       what is recomputed, just before its own backward
     selective     all, except in named modules       core_attn: attention from q, k, v; mlp: the whole MLP;
-                                                     layernorm, mlp_act: their outputs, from their inputs
+                                                     mlp_act: its output, from its input; layernorm likewise,
+                                                     in `fast/fused_layer.py`
     full          the input of every N layers        these layers (uniform), or
                   the input of each of the first N   each of the first N, the others kept whole (block)
 

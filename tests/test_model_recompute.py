@@ -10,6 +10,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
@@ -41,6 +42,8 @@ WAYS = {
 def train_once(config, dtype):
     """Loss, all gradients, and the bytes that autograd keeps between forward and backward."""
     model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
+    if config.recomputes("layernorm"):  # as build.py does
+        model.run_layers = FusedLayers(recompute=True)
     buckets = Buckets(model, ParallelConfig(), ALONE)
     data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     inputs = Batch(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
@@ -69,6 +72,12 @@ def test_gradients_are_equal_to_the_bit(way, kind, dtype):
     assert torch.equal(loss, expected)
     for name, grad in grads.items():
         assert torch.equal(found[name], grad), name
+
+
+def test_recomputed_norms_are_not_kept():
+    """Two norms of each of four layers, in fp32."""
+    whole, less = (train_once(replace(BASE, **more), torch.float32)[2] for more in ({}, WAYS["layernorm"]))
+    assert whole - less == 4 * 2 * 32 * 32 * 4
 
 
 def test_full_keeps_the_inputs_of_layers_alone():
