@@ -19,7 +19,7 @@ from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.pieces import scatter_pieces
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.permute import permute, permute_block, route, unpermute, unpermute_block
-from nanomegatron.param import WeightGradStore
+from nanomegatron.param import WeightGradStore, accumulate, is_deferred
 from tests.gpu.ranks import Dawdled
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
@@ -254,3 +254,19 @@ def test_one_rank_alone(form):
     torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.9))
+
+
+def test_a_pipeline_that_defers_all_work_defers_that_of_experts():
+    """Their own store, under which a grouped matmul runs at once, does not take its place meanwhile."""
+    weight, pipeline = torch.nn.Parameter(torch.zeros(2, 2)), WeightGradStore()
+    weight.wgrad_store = pipeline
+    own = moe_pieces.OverlappedWgrads(weight, beside_nccl=True)
+    with pipeline.collect() as works:
+        own.collect()
+        assert is_deferred(weight)
+        accumulate(weight, lambda out, beta: out.fill_(1))
+        own.stop()
+        own.run()
+        assert len(works) == 1 and weight.grad is None
+    WeightGradStore.run(works)
+    assert torch.equal(weight.grad, torch.ones(2, 2))
