@@ -108,6 +108,16 @@ def test_a_layer_adds_to_gradients_of_either_type(dtype, monkeypatch):
     assert weight.main_grad.dtype == dtype and torch.equal(weight.main_grad, product + product)
 
 
+def test_gradients_by_scales_of_rows_are_added_unrounded():
+    """Products in fp32 where the gradient is, against float64."""
+    g, x = (torch.randn(rows, 144).to(E4M3) for rows in (32, 48))
+    scales = [torch.rand(rows, 1) + 0.5 for rows in (32, 48)]
+    out = torch.ones(32, 48)
+    fp8_linear.write_weight_grad(out, 1, Fp8Matrix(g, scales[0]), Fp8Matrix(x, scales[1]))
+    expected = wanted(torch.ones(32, 48), g, scales[0], x, scales[1])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_any_numbers():
     a, b = (torch.randn(rows, 256).to(dtype) for rows, dtype in ((32, E5M2), (48, E4M3)))
     given = torch.randn(32, 48), a, torch.tensor(0.013), b, torch.tensor(1.7)
