@@ -24,7 +24,7 @@ returns the result to autograd. `write(out, beta)` makes out = beta * out + grad
 beta is chosen, and memory allocated, when `write` runs, not when it is queued: which of the uses of a tied
 weight comes first is known only then. With beta 0 also rows that get nothing are cleared (idle experts, words
 that no one said). 1-D parameters (biases, norms) are never deferred: their gradients are made beside that of
-x. Without a bucket out is a new tensor, which autograd gets. What autograd alone makes (of plain torch ops) a
+x. Without a bucket out is a new tensor, which autograd gets. What only autograd makes (of plain torch ops) a
 hook of the bucket moves from `.grad`, by the same function. Few need the steps apart: the fused loss writes
 in its forward and reports in its backward; a CUDA graph that is replayed writes, and Python only reports.
 """

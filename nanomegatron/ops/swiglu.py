@@ -1,6 +1,6 @@
 """The gated activation of an MLP, SwiGLU or GEGLU: the kernel of cuda/swiglu.cu, and its reference.
 
-Only the input x = [gate; up], `[..., 2f]`, is saved for the backward.
+Only the input x = [gate; up], `[..., 2f]`, is saved for the backward. (arXiv 2002.05202)
 """
 
 from collections.abc import Callable
@@ -15,11 +15,6 @@ from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act
 from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 SILU, GELU = 0, 1  # as swiglu.cu has them
-
-
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for x `[..., 2*f]` = [gate; up]. -> `[..., f]` (arXiv 2002.05202)"""
-    return gated(x, SILU)
 
 
 def plain_act(config: TransformerConfig) -> int | None:

@@ -52,7 +52,7 @@ class Block(torch.nn.Module):
         probs, _ = ops_softmax.scaled_softmax(q @ k.mT, D**-0.5, None, True, inplace=True)
         y = self.proj((probs @ v).permute(2, 0, 1, 3).flatten(2))
         y, total = ops_norm.add_norm(y, x, self.two, self.bias, 1e-5)
-        y = total + self.fc2(ops_mlp.swiglu(self.fc1(y)))
+        y = total + self.fc2(ops_mlp.gated(self.fc1(y), ops_mlp.SILU))
         return tp.vocab_parallel_cross_entropy(
             self.head(ops_norm.norm(y, self.one, None, 1e-5)), labels, TP, 70
         )
@@ -88,11 +88,11 @@ def test_kernels_have_the_numbers_of_plain_torch(dtype, biased):
 
 def test_a_second_derivative_is_refused_by_name():
     x = given(torch.float32)[0].requires_grad_()
-    (first,) = torch.autograd.grad(ops_mlp.swiglu(x).sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(ops_mlp.gated(x, ops_mlp.SILU).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"GatedFunction is once_differentiable.*without_kernels\(\)"):
         first.sum().backward()
     with without_kernels():
-        (first,) = torch.autograd.grad(ops_mlp.swiglu(x).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(ops_mlp.gated(x, ops_mlp.SILU).sum(), x, create_graph=True)
         first.square().sum().backward()
     assert x.grad.isfinite().all() and x.grad.any()
 
@@ -103,9 +103,9 @@ def test_the_switch_holds_in_what_is_computed_again(monkeypatch):
     monkeypatch.setattr("nanomegatron.ops.swiglu.launch_kernel", lambda name, *_: launched.append(name))
     x = torch.randn(4, 64, device=CUDA, requires_grad=True)
     with without_kernels():
-        checkpoint(ops_mlp.swiglu, x, use_reentrant=False).sum().backward()
+        checkpoint(ops_mlp.gated, x, ops_mlp.SILU, use_reentrant=False).sum().backward()
     assert not launched
-    ops_mlp.swiglu(x)
+    ops_mlp.gated(x, ops_mlp.SILU)
     assert launched == ["swiglu_forward"]
 
 
@@ -113,7 +113,7 @@ def test_float64_is_told():
     x = torch.randn(4, 64, device=CUDA, dtype=torch.float64)
     ops_kernels._tell.cache_clear()
     with pytest.warns(UserWarning, match="gated of torch.float64 on cuda:0 runs in plain torch"):
-        ops_mlp.swiglu(x)
+        ops_mlp.gated(x, ops_mlp.SILU)
 
 
 def test_self_test():
