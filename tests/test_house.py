@@ -212,6 +212,10 @@ def test_sources_are_found():
     assert {"config.settings", "mesh", "fast.pieces"} <= {s.module for s in PACKAGE}
 
 
+def test_the_full_tier_lists_tests_that_are_there(gone_from_full_tier):
+    assert not gone_from_full_tier, "tests/full_tier.txt lists tests that are gone"
+
+
 def test_fast_files_name_what_they_equal_and_what_they_gain():
     """The first line names the form of the core, which exists; further down stands a file of results."""
     fast = [s for s in PACKAGE if entry(s.module) == "fast/" and s.stem != "__init__"]
