@@ -25,7 +25,7 @@ from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
 from nanomegatron.ops.rope import rope, rope_packed, rope_ref
 from nanomegatron.param import Init, scaled_std
-from nanomegatron.recompute import keeping, recomputed
+from nanomegatron.recompute import recomputed
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 
@@ -89,16 +89,18 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
-        return self.linear_proj(self.attend(x, batch, rotary, cache))
+        return self.linear_proj(self.attend(self.linear_qkv(x), batch, rotary, cache))
 
     def attend(
-        self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
+        self, packed: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """Return the context, which `linear_proj` reads. x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h/tp]`
+        """Return the context, which `linear_proj` reads. packed `[s, b, (n + 2g)d/tp]` -> `[s, b, h/tp]`
+
+        packed: the queries, keys and values of this rank's heads, as `linear_qkv` returns them.
 
         Raises ValueError if scores are to be bounded over ranks of cp that do not exchange heads (a2a).
         """
-        q, k, v = self._queries_keys_values(x, rotary)
+        q, k, v = self._queries_keys_values(packed, rotary)
         q = q if self.scale == 1 else q * self.scale
         if cache is not None:
             k, v = cache(self.layer, k, v)
@@ -117,10 +119,8 @@ class SelfAttention(nn.Module):
         return recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
 
     def _queries_keys_values(
-        self, x: torch.Tensor, rotary: tuple | None
+        self, packed: torch.Tensor, rotary: tuple | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with keeping(x):
-            packed = self.linear_qkv(x)
         if rotary is not None and self.q_norm is None and self.fused_rope:
             return rope_packed(packed, self.widths, self.head_dim, *rotary, self.interleaved)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))

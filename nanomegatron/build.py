@@ -23,16 +23,12 @@ from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.decode import decoder
+from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fast.fp8_producers import (
-    accepts_fp8,
-    quantizing_activate,
-    quantizing_loss,
-    quantizing_norm,
-)
+from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.layer_graphs import GraphedLayers
@@ -43,7 +39,7 @@ from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Recipe, Scales
-from nanomegatron.fp8_linear import Fp8Matmuls, use_fp8
+from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
@@ -66,7 +62,8 @@ class Paths:
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
-    producers: bool = False  # MLP.act, OutputLayer.loss also quantize for the FP8 layer behind
+    producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
+    discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
@@ -108,9 +105,10 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is None:
         fast = parallel.fast_paths
     peers = PeerAccess.build(mesh, parallel)
-    discards = model.recomputes("layernorm")
+    norms = model.recomputes("layernorm")
+    discards = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if fast is False:
-        return Paths(layers=FusedLayers(recompute=True) if discards else None, peers=peers)
+        return Paths(layers=FusedLayers(recompute=True) if norms else None, discards=discards, peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast
     norm = quantizing_norm if everywhere else fused_norm
     halves = parallel.overlap_moe_expert_parallel_comm
@@ -119,12 +117,13 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     casts = everywhere or config.precision.fp8_param_gather
     tuner = Tuner.build(parallel, mesh.device, writes=mesh.tp.rank == mesh.dp_cp.rank == 0)
     return Paths(
-        layers=FusedLayers(norm, discards) if everywhere or discards else None,
+        layers=FusedLayers(norm, norms) if everywhere or norms else None,
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
         fp8=OverlappedFp8Matmuls(peers) if parallel.tp_comm_overlap else Fp8Matmuls(),
         context=Ring(peers) if everywhere else None,
         moe=OverlappedMoe(peers, halves) if exchanges else None,
         producers=everywhere,
+        discards=discards,
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
@@ -160,6 +159,7 @@ def install(stages: Stages, paths: Paths) -> Stages:
     stages.decoder = paths.decoder
     for chunk in stages if paths.layers else ():
         chunk.run_layers = paths.layers
+    discard_activations(stages, paths.discards)
     linear, loss = paths.linear, paths.loss
     if paths.tuner:
         linear, loss = tuned_linear(paths.tuner), loss and partial(loss, tuner=paths.tuner)
@@ -178,7 +178,7 @@ def install(stages: Stages, paths: Paths) -> Stages:
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
-            module.act = quantizing_activate
+            module.run = partial(quantizing_mlp, discards="mlp_act" in paths.discards)
     return stages
 
 

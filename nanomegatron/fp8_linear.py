@@ -16,7 +16,8 @@ With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +34,19 @@ from nanomegatron.param import (
     add_product,
     is_deferred,
 )
-from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
+
+
+class Fp8Input(NamedTuple):
+    """An input of an FP8 layer with what is quantized already.
+
+    x `[..., i]`: the input; with `copies` what stands for it in autograd. grad_copies: the list in which the
+    backward finds those of the output's gradient, if what reads the output quantizes it.
+    """
+
+    x: torch.Tensor
+    copies: Quantized | None = None
+    grad_copies: list[Quantized] | None = None
 
 
 class Fp8Matmuls:
@@ -65,32 +77,54 @@ def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
     return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
 
 
+def accepts_fp8(linear: nn.Module) -> bool:
+    """Whether a layer of tp.py reads only FP8 copies of x: else it computes its weight gradient from x."""
+    return linear.fp8 is not None and linear.fp8.recipe.wgrad
+
+
 def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
     """Make a linear layer of tp.py multiply in FP8."""
-
-    def linear(
-        x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
-        return add_bias(y, bias, accumulate)
-
-    layer.linear, layer.fp8, fp8.matmuls = linear, fp8, Fp8Matmuls()
+    layer.linear = partial(fp8_linear, fp8)
+    layer.fp8 = fp8
+    fp8.matmuls = Fp8Matmuls()
     if not layer.weight.spec.tied:  # the embedding reads it in 16 bits
         layer.weight.fp8 = fp8
 
 
-class Fp8LinearFunction(torch.autograd.Function):
+def fp8_linear(
+    fp8: Fp8Linear,
+    x: torch.Tensor | Fp8Input,
+    weight: torch.Tensor,
+    axis: Axis,
+    comm: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`tp.LinearFunction` in FP8, with the same `comm`. x `[..., i]`, weight `[o, i]` -> `[..., o]`"""
+    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
+    y = Fp8LinearFunction.apply(given.x, weight, axis, comm, fp8, given, torch.is_grad_enabled())
+    return add_bias(y, bias, accumulate)
+
+
+class Fp8LinearFunction(torch.autograd.Function):
+    """What autograd sees of `fp8_linear`, but for the bias. given: x, and what is quantized already."""
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear, trains: bool
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        axis: Axis,
+        comm: str,
+        fp8: Fp8Linear,
+        given: Fp8Input,
+        trains: bool,
     ) -> torch.Tensor:
-        x_fp8 = source_of(x).casts  # where a norm or activation has written FP8 (fast/fp8_producers.py)
+        x_fp8 = given.copies
         if x_fp8 is None:
             x_fp8 = cast_input(fp8, x, axis, comm, trains)
         ctx.weight, ctx.axis = weight, axis
         ctx.comm, ctx.fp8 = comm, fp8
+        ctx.grad_copies = given.grad_copies
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
         w, how = fp8.weight(weight, axis).rowwise, (x.dtype, True, fp8.tuner and fp8.tuner.when(trains))
@@ -107,7 +141,7 @@ class Fp8LinearFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         fp8, saved = ctx.fp8, ctx.saved_tensors
-        g, g_columnwise = cast_grad(fp8, grad, axis, comm)
+        g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w, how = fp8.weight(weight, axis).columnwise, (ctx.dtype, False, fp8.tuner)
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
@@ -131,7 +165,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             write_weight_grad(out, beta, g_columnwise, x, fp8.tuner)
 
         dw = accumulate(weight, write)
-        return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 4
+        return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 5
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
@@ -147,8 +181,6 @@ def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
 
 def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
     """Cast grad `[..., o]` to the copies that the backward needs; with "scatter" to those to be gathered."""
-    if (casts := source_of(grad).casts) is not None:
-        return casts
     copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
     return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)
 

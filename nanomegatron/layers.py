@@ -2,11 +2,12 @@
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-If a layer has a fast form, one attribute holds the function that runs: `MLP.act`, `OutputLayer.linear`,
+If a layer has a fast form, one attribute holds the function that runs: `MLP.run`, `OutputLayer.linear`,
 `OutputLayer.loss`. Its default is the form of the core; `build.py` may set a fast one.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add
 from nanomegatron.ops.norm import norm, norm_ref
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate, new_parameter, replica, scaled_std
-from nanomegatron.recompute import keeping, recomputed, with_source
+from nanomegatron.recompute import recomputed
 from nanomegatron.tp import (
     ColumnParallelLinear,
     LinearFunction,
@@ -119,18 +120,19 @@ class HeadsNorm(nn.Module):
         return (wide * torch.rsqrt(square + self.eps) * (weight + self.from_one)).to(x.dtype)
 
 
-def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The activation between an MLP's two layers, of x plus the first one's bias.
+def run_mlp(mlp: "MLP", x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:
+    """Linear layer, activation, linear layer. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` or `[2*f]` -> `[..., f]`
+    linear_fc1, linear_fc2: those of the MLP, or what calls them otherwise.
     """
-    return mlp.activation(x, bias, accumulate)
+    x, bias = linear_fc1(x)
+    return linear_fc2(mlp.activation(x, bias, accumulate))
 
 
 class MLP(nn.Module):
     """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
-    act: Callable[..., torch.Tensor] = staticmethod(activate)
+    run: Callable[..., torch.Tensor] = staticmethod(run_mlp)
 
     def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
         """size: the number of inner features if not the config's (for shared experts)."""
@@ -143,7 +145,6 @@ class MLP(nn.Module):
         self.activation = activation(config)
         self.plain_act = plain_act(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
-        self.recompute_act = config.recomputes("mlp_act")
         self.recompute = size is None and config.recomputes("mlp")
         self.linear_fc1 = ColumnParallelLinear(
             h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=True, sequence_parallel=sharded
@@ -154,21 +155,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
-        return recomputed(self._forward, x) if self.recompute else self._forward(x)
-
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.hidden(x)
-        with keeping(y):
-            return self.linear_fc2(y)
-
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `linear_fc2` reads. x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, f/tp]`"""
-        with keeping(x):
-            x, bias = self.linear_fc1(x)
-        y = self.act(self, x, bias)
-        if self.recompute_act:
-            with_source(y, lambda x: self.act(self, x, bias), x)
-        return y
+        run = partial(self.run, self, linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        return recomputed(run, x) if self.recompute else run(x)
 
 
 class Embedding(nn.Module):

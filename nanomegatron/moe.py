@@ -35,6 +35,7 @@ ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ from nanomegatron.param import (
     shard,
     stacked,
 )
-from nanomegatron.recompute import keeping, recomputed, with_source
+from nanomegatron.recompute import recomputed
 from nanomegatron.router import Router, expert_capacity
 
 Activation = Callable[[torch.Tensor], torch.Tensor]  # `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`
@@ -102,10 +103,7 @@ class MoELayer(nn.Module):
         self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with keeping(x):
-                return self.run(self, x, batch)
-
+        run = partial(self.run, self, batch=batch)
         return recomputed(run, x) if self.recompute else run(x)
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
@@ -257,6 +255,16 @@ class GroupedLinearFunction(torch.autograd.Function):
         return dx, accumulate_outer(weight, a, b, groups), None, None
 
 
+def activate_and_project(
+    experts: "GroupedExperts", x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
+) -> torch.Tensor:
+    """Activation and second linear layer. x `[r, 2f/etp]` if gated or `[r, f/etp]` -> `[r, h]`
+
+    prefetch: unused, since nothing is computed again (`GroupedExperts.forward`).
+    """
+    return experts.linear(experts.act(x), experts.weight2, groups, True)
+
+
 class GroupedExperts(nn.Module):
     """Applies this rank's experts to rows sorted by expert. rows `[r, h]` -> `[r, h]`, a partial sum over etp
 
@@ -276,6 +284,7 @@ class GroupedExperts(nn.Module):
 
     multiple = 1  # each expert's rows are zero-padded to a multiple of it; above 1 no expert has none
     linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
+    project: Callable[..., torch.Tensor] = staticmethod(activate_and_project)
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
         super().__init__()
@@ -285,7 +294,7 @@ class GroupedExperts(nn.Module):
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features must be multiples of {sizes}")
         self.config, self.mesh, self.name = config, mesh, init.name
-        self.act, self.recompute = activation, config.recomputes("moe_act")
+        self.act = activation
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
         inner = ("linear_fc1.gate", "linear_fc1.up") if config.gated else ("linear_fc1",)
@@ -314,17 +323,13 @@ class GroupedExperts(nn.Module):
         """offsets: int32 `[e + 1]`, ascending from 0; rows past the last offset belong to no expert.
 
         ends: the offsets on the host; None: a loop over experts waits for them, a grouped matmul does not.
-        prefetch: gets the function that recomputes the activation before the backward needs it.
+        prefetch: gets what the backward may call before it needs its result (`fast/discard_output.py`).
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
         x = self.linear(rows, self.weight1, groups, False)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, offsets)
-        y = self.act(x)
-        if self.recompute:
-            with_source(y, self.act, x)
-        with keeping(y, prefetch):
-            y = self.linear(y, self.weight2, groups, True)
+        y = self.project(self, x, groups, prefetch)
         if self.bias2 is None:
             return y
         return AddBiasFunction.apply(y, self.bias2 * (self.mesh.etp.rank == 0), offsets)

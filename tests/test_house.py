@@ -16,13 +16,13 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-core                3272          157            208      68      15      51
 checkpoint          2582          105            138      33      29      33
 commands            1097           47             85      30      13      21
 config              2347          112            138      11      43      47
+core                3229          154            206      68      14      51
 data                1752           70             87      22      16       9
-debug                653           30             45       7       4      12
-fast                1665           91             65      42       9       9
+debug                652           30             45       7       4      12
+fast                1741           90             65      40       9       9
 faults               890           44             44       2       4      15
 ops                 1933          107            161      96       2      29
 plan                1161           87             89      13       7      29

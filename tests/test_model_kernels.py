@@ -9,6 +9,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.run_folder import resume_conflicts
+from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import bias as ops_bias
@@ -55,6 +56,7 @@ def step(config: TransformerConfig, fused: bool = True) -> list[torch.Tensor]:
     model = GPTModel(config, vocab_size=61, max_sequence_length=12)
     if fused:
         model.run_layers = FusedLayers(recompute=config.recomputes("layernorm"))
+        discard_activations(model, config.recompute_modules)
     batch = Batch(tokens[:, :-1], torch.arange(12), torch.arange(2), dropout_seed=3)
     losses = model(batch, tokens[:, 1:])
     losses.sum().backward()

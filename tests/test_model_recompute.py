@@ -10,12 +10,13 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.discard_output import discard, discard_activations, discarding_mlp
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.layers import MLP
+from nanomegatron.layers import MLP, run_mlp
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import _generator, keeping, recomputed, with_source
+from nanomegatron.recompute import _generator, recomputed
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
@@ -44,6 +45,7 @@ def train_once(config, dtype):
     model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
     if config.recomputes("layernorm"):  # as build.py does
         model.run_layers = FusedLayers(recompute=True)
+    discard_activations(model, config.recompute_modules)
     buckets = Buckets(model, ParallelConfig(), ALONE)
     data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     inputs = Batch(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
@@ -105,8 +107,7 @@ def test_outputs_made_again_are_not_kept(kept):
     if kept:
         z = y @ weight.t()
     else:
-        with_source(y, first, x)
-        with keeping(y):
+        with discard(y, first, x):
             z = y @ weight.t()
     del y
     assert memory.expired() != kept and len(calls) == 1
@@ -126,8 +127,8 @@ def test_outputs_made_early():
 
     for keeps in (False, True):
         with torch.set_grad_enabled(keeps):
-            with_source(y := torch.sin(x), first, x)
-            with keeping(y, early):
+            y = torch.sin(x)
+            with discard(y, first, x, early):
                 z = y @ weight.t()
         assert len(early) == keeps
     early.pop()()
@@ -141,8 +142,9 @@ def test_outputs_made_early():
 def test_a_recomputed_activation_has_its_bias():
     """The bias of the first layer is part of what the second one reads."""
     grads = []
-    for more in {}, WAYS["mlp_act"]:
-        mlp = MLP(replace(BASE, swiglu=False, **more), Axis.single(), Init(std=0.3))
+    for run in run_mlp, discarding_mlp:
+        mlp = MLP(replace(BASE, swiglu=False), Axis.single(), Init(std=0.3))
+        mlp.run = run
         torch.nn.init.constant_(mlp.linear_fc1.bias, 0.7)
         x = torch.linspace(-1, 1, 6 * 2 * 32).view(6, 2, 32).requires_grad_()
         grads.append(torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()]))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, accumulate_grouped
 from nanomegatron.ops import grouped_mm
@@ -49,6 +50,7 @@ def offsets_of(sizes):
 
 def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
     experts = GroupedExperts(config, axes or Mesh(), replace(INIT, dtype=dtype), activation(config))
+    discard_activations(experts, config.recompute_modules)
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:

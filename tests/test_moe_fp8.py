@@ -11,6 +11,7 @@ import torch
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast import fp8_experts
+from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh
@@ -37,6 +38,7 @@ def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype), activation(config))
     scales = Scales(recipe, CPU)
     quantize_experts(experts, scales)
+    discard_activations(experts, config.recompute_modules)
     return experts, Buckets(experts, ParallelConfig(), ALONE), scales
 
 
@@ -88,7 +90,7 @@ def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
     for seed in range(2):
         x, g = batch(sizes, extra, i, seed), batch(sizes, extra, o, 9 + seed)
         groups, leaf = Groups(offsets, offsets.tolist() if known else None), x.clone().requires_grad_()
-        y = GroupedFp8LinearFunction.apply(leaf, weight, groups.covering(len(x)), transposed, fp8, True)
+        y = GroupedFp8LinearFunction.apply(leaf, weight, groups.covering(len(x)), transposed, fp8, None, True)
         y.backward(g)
         kept_x, kept_g = (columns_of(x), columns_of(g)) if wgrad else (x.double(), g.double())
         for e, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):

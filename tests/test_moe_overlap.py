@@ -11,6 +11,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_dispatch
+from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split_rows
 from nanomegatron.layers import MLP
@@ -63,6 +64,7 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     layer = MoELayer(config, 1, mesh, init, activation(config), shared)
     if form is not None:
         form.install(layer)
+    discard_activations(layer, config.recompute_modules)
     layer.calls = []
     if shared is not None:
         shared.register_forward_hook(lambda *_: layer.calls.append(torch.is_grad_enabled()))

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
-from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
-from nanomegatron.fp8_linear import cast_input
+from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Quantized, Scales
+from nanomegatron.fp8_linear import Fp8Input, cast_input
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import fp8_matmul
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import accumulate
-from nanomegatron.recompute import source_of
 
 
 def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
@@ -41,7 +40,7 @@ def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
 def fp8_expert_linear(
     first: Fp8Linear,
     second: Fp8Linear,
-    x: torch.Tensor,
+    x: torch.Tensor | Fp8Input,
     weight: nn.Parameter,
     groups: Groups,
     transposed: bool,
@@ -50,16 +49,22 @@ def fp8_expert_linear(
 
     x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
-    groups, fp8 = groups.covering(len(x)), second if transposed else first
-    return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled())
+    copies = None
+    if isinstance(x, Fp8Input):
+        x, copies, _ = x
+    groups = groups.covering(len(x))
+    fp8 = second if transposed else first
+    trains = torch.is_grad_enabled()
+    return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, copies, trains)
 
 
-def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
-    """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies.
+def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -> Fp8Input:
+    """A `GroupedExperts.act` whose result only the second layer reads, in FP8.
 
     x `[r, f]` or `[r, 2*f]` (gated) -> `[r, f]`
     """
-    return CastFp8Function.apply(act(x), second, None, "", torch.is_grad_enabled())
+    y, copies = CastFp8Function.apply(act(x), second, None, "", torch.is_grad_enabled())
+    return Fp8Input(y, copies)
 
 
 def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
@@ -105,8 +110,7 @@ def accumulate_fp8_outer(
 class GroupedFp8LinearFunction(torch.autograd.Function):
     """`moe.GroupedLinearFunction` in FP8. Rows that belong to no expert are zeros, and count as the last's.
 
-    x `[r, i]`, or a placeholder for it with FP8 copies, weight `[e*o, i]` or `[e*i, o]` (transposed)
-    -> `[r, o]`
+    x `[r, i]`, or with `copies` a placeholder, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
 
     @staticmethod
@@ -117,9 +121,10 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         groups: Groups,
         transposed: bool,
         fp8: Fp8Linear,
+        copies: Quantized | None,
         trains: bool,
     ) -> torch.Tensor:
-        cast = source_of(x).casts or cast_input(fp8, x, None, "", trains)
+        cast = copies or cast_input(fp8, x, None, "", trains)
         ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
         ctx.fp8, ctx.dtype = fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
@@ -135,7 +140,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         pair = (columnwise, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
         outer = accumulate_fp8_outer if fp8.recipe.wgrad else accumulate_outer
-        return dx, outer(weight, a, b, groups), None, None, None, None
+        return dx, outer(weight, a, b, groups), *[None] * 5
 
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:

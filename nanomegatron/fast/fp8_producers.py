@@ -1,4 +1,4 @@
-"""Same result as `layers.Norm` and `layers.activate` before an FP8 layer that quantizes its own input.
+"""Same result as `layers.Norm` and `layers.run_mlp` with FP8 layers that quantize their own inputs.
 
 Here a tensor that only such a layer reads is quantized where it is computed, if possible in the same kernel:
 
@@ -9,8 +9,9 @@ Here a tensor that only such a layer reads is quantized where it is computed, if
       <---- dz                                                      theirs, read by this layer's backward
 
 normed, y, dh and dz need to exist in FP8 only. Autograd gets a placeholder: a tensor of the right shape and
-type without memory, whose `source` has the FP8 copies; its elements are one expanded NaN, so that reading it
-does not go unnoticed. For the backward a linear layer saves the transposed FP8 copy, half the bytes of bf16.
+type without memory; its elements are one expanded NaN, so that reading it does not go unnoticed. Copies of
+normed and y go with it to the linear layer (`fp8_linear.Fp8Input`), those of dh and dz into a list that this
+layer was given for them. For the backward it saves the transposed FP8 copy, half the bytes of bf16.
 
 With delayed scaling the scales are known before: casts are fused into the norm, the activation, its backward
 and that of the loss. These round to 16 bits first, as the plain form does: FP8 values and the amaxes in the
@@ -22,14 +23,18 @@ an H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
+from nanomegatron.fast.cuda_graphs import has_hooks
+from nanomegatron.fast.discard_output import discard
 from nanomegatron.fast.fused_layer import Branch, fused_norm
 from nanomegatron.fp8 import Fp8Linear, Quantized
-from nanomegatron.fp8_linear import cast_input, input_copies
-from nanomegatron.layers import MLP, Norm, OutputLayer, activate
+from nanomegatron.fp8_linear import Fp8Input, accepts_fp8, cast_input, input_copies
+from nanomegatron.layers import MLP, Norm, OutputLayer, run_mlp
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_stats
 from nanomegatron.ops.dropout import bias_dropout_add
@@ -47,13 +52,7 @@ from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
 from nanomegatron.param import accumulate
-from nanomegatron.recompute import Source
 from nanomegatron.tp import over_shards, own_columns, vocab_parallel_cross_entropy
-
-
-def accepts_fp8(linear: nn.Module) -> bool:
-    """Whether a layer of tp.py reads only FP8 copies of x: else it computes its weight gradient from x."""
-    return linear.fp8 is not None and linear.fp8.recipe.wgrad
 
 
 def copies_for(linear: nn.Module) -> tuple[str, bool]:
@@ -62,17 +61,18 @@ def copies_for(linear: nn.Module) -> tuple[str, bool]:
     return input_copies(linear.fp8, linear.comm, trains), trains
 
 
-def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Quantize x `[..., i]` for the layer, the only one that reads it -> a placeholder `[..., i]`"""
-    return CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
+def quantized_for(linear: nn.Module, x: torch.Tensor) -> Fp8Input:
+    """Quantize x `[..., i]` for the layer, the only one that reads it."""
+    y, copies = CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
+    return Fp8Input(y, copies)
 
 
 def quantizing_norm(
     norm: nn.Module, reader: nn.Module | None, x: torch.Tensor, branch: Branch | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor | Fp8Input, torch.Tensor]:
     """A `FusedLayers.norm`: if only an FP8 layer reads the result, it is in FP8.
 
-    x `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and the sum `[..., h]`
+    x `[s, b, h]` or `[s/tp, b, h]` -> the norm, and the sum `[..., h]`
     """
     if reader is None or not accepts_fp8(reader) or not isinstance(norm, Norm):
         return fused_norm(norm, reader, x, branch)
@@ -83,25 +83,60 @@ def quantizing_norm(
     if branch is not None:
         residual = x
         x = bias_dropout_add(branch.y, branch.bias, None, branch.drop)  # not in the kernel
-    copies = copies_for(reader)
-    return NormFp8Function.apply(
-        x, residual, norm.weight, norm.bias, norm.eps, norm.from_one, reader.fp8, copies
+    copies, trains = copies_for(reader)
+    y, total, casts = NormFp8Function.apply(
+        x, residual, norm.weight, norm.bias, norm.eps, norm.from_one, reader.fp8, copies, trains
     )
+    return Fp8Input(y, casts), total
 
 
-def quantizing_activate(mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """An `MLP.act` whose result is quantized, and whose gradient is, too, if both layers allow it.
+def quantizing_mlp(
+    mlp: MLP,
+    x: torch.Tensor | Fp8Input,
+    linear_fc1: Callable,
+    linear_fc2: Callable,
+    discards: bool = False,
+) -> torch.Tensor:
+    """An `MLP.run` with the input of `linear_fc2` in FP8, and the gradient of the output of `linear_fc1`.
 
-    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> a placeholder `[..., f]`, where f is this rank's f/tp
+    x `[s, b, h]` or `[s/tp, b, h]`, the result likewise. discards: as `discard_output.discarding_mlp`. With
+    a hook on a linear layer, which would see placeholders, each layer quantizes its own input.
+    """
+    if has_hooks(mlp.linear_fc1) or has_hooks(mlp.linear_fc2):
+        return run_mlp(mlp, x, linear_fc1, linear_fc2)
+    grad_copies: list[Quantized] = []
+    if accepts_fp8(mlp.linear_fc1):
+        given = x if isinstance(x, Fp8Input) else Fp8Input(x)
+        x = given._replace(grad_copies=grad_copies)
+    x, bias = linear_fc1(x)
+
+    def activate(x: torch.Tensor) -> Fp8Input:
+        return quantizing_activate(mlp, x, bias, grad_copies)
+
+    y = activate(x)
+    with discard(y, activate, x) if discards else nullcontext():
+        return linear_fc2(y)
+
+
+def quantizing_activate(
+    mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None, grad_copies: list[Quantized]
+) -> Fp8Input:
+    """The activation of x plus the bias, in FP8; if both layers allow it, its backward fills grad_copies.
+
+    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> `[..., f]`, where f is this rank's f/tp
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
     if accepts_fp8(first) and first.fp8.has_scale and second.fp8.has_scale:
-        how = first.fp8, second.fp8, *copies_for(second)
+        copies, trains = copies_for(second)
         if mlp.fused and first.bias is None:
-            return GatedFp8Function.apply(x, *how)
+            y, casts = GatedFp8Function.apply(x, first.fp8, second.fp8, copies, trains, grad_copies)
+            return Fp8Input(y, casts)
         if mlp.plain_act is not None:
-            return BiasActFp8Function.apply(x, bias, mlp.plain_act, *how)
-    return quantized_for(second, activate(mlp, x, bias))
+            y, casts = BiasActFp8Function.apply(
+                x, bias, mlp.plain_act, first.fp8, second.fp8, copies, trains, grad_copies
+            )
+            return Fp8Input(y, casts)
+    return quantized_for(second, mlp.activation(x, bias, accumulate))
 
 
 def quantizing_loss(
@@ -118,20 +153,16 @@ def quantizing_loss(
 
     x `[s, b, h]` or with `cut` `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
     """
-    logits = head.linear(x, weight, tp, "gather" if cut else "copy")
+    grad_copies: list[Quantized] = []
+    logits = head.linear(Fp8Input(x, None, grad_copies), weight, tp, "gather" if cut else "copy")
     if not head.fp8.has_scale:
         return vocab_parallel_cross_entropy(logits, labels, tp, vocab_size)
-    return CrossEntropyFp8Function.apply(logits, labels, tp, vocab_size, head.fp8)
+    return CrossEntropyFp8Function.apply(logits, labels, tp, vocab_size, head.fp8, grad_copies)
 
 
-def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:
-    """A NaN tensor without storage; its `source` holds the FP8 copies of the real one -> `[...]`, of `shape`
-
-    like `[...]`: a tensor of the same type and device.
-    """
-    x = _nan(like.dtype, like.device).expand(shape)
-    x.source = Source(casts)
-    return x
+def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A NaN tensor without storage -> `[...]`, of `shape`, with the type and device of `like` `[...]`"""
+    return _nan(like.dtype, like.device).expand(shape)
 
 
 @functools.cache
@@ -140,27 +171,28 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class CastFp8Function(torch.autograd.Function):
-    """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`. See `fp8_linear.cast_input`."""
+    """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`, the copies of `cast_input`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, axis: Axis | None, comm: str, trains: bool):
-        return fp8_placeholder(x, x.shape, cast_input(fp8, x, axis, comm, trains))
+        return fp8_placeholder(x, x.shape), cast_input(fp8, x, axis, comm, trains)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, grad: torch.Tensor, _) -> tuple[torch.Tensor | None, ...]:
         return grad, None, None, None, None
 
 
 class NormFp8Function(torch.autograd.Function):
     """`ops.norm.norm` or, with a residual, `add_norm`, for a linear layer.
 
-    x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, and the sum, or x `[..., h]`.
-    fp8: the layer's state; how: the result of `copies_for`.
+    x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, the sum, or x `[..., h]`, and the
+    copies. fp8: the layer's state; copies, trains: what `copies_for` returns for it.
     """
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps: float, from_one: bool, fp8: Fp8Linear, how: tuple):
-        copies, trains = how
+    def forward(
+        ctx, x, residual, weight, bias, eps: float, from_one: bool, fp8: Fp8Linear, copies: str, trains: bool
+    ):
         output, inverse = fp8.known_scale("x", copies, trains)
         made = norm_fp8(x, residual, weight, bias, eps, from_one, output)
         x = x if residual is None else made.total
@@ -169,40 +201,42 @@ class NormFp8Function(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, made.rstd, made.mean)
         ctx.eps, ctx.from_one = eps, from_one
         ctx.set_materialize_grads(False)
-        y = fp8_placeholder(x, x.shape, casts)
-        return y, x.view_as(x) if residual is None else x
+        total = x.view_as(x) if residual is None else x
+        return fp8_placeholder(x, x.shape), total, casts
 
     @staticmethod
     @once
-    def backward(ctx, grad, grad_total=None):
+    def backward(ctx, grad, grad_total, _):
         dx, dweight, dbias = norm_backward(grad, grad_total, ctx.saved_tensors, ctx.eps, ctx.from_one)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, *[None] * 4
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, *[None] * 5
 
 
 class GatedFp8Function(torch.autograd.Function):
-    """SwiGLU between two linear layers: x `[..., 2*f]` -> a placeholder `[..., f]`
+    """SwiGLU between two linear layers: x `[..., 2*f]` -> a placeholder `[..., f]`, and its copies
 
-    The backward returns a placeholder for the gradient. before, after: states of the two layers; copies,
-    trains: what `copies_for` returns for the second.
+    The backward returns a placeholder for the gradient, and puts the copies into grad_copies. before, after:
+    states of the two layers; copies, trains: what `copies_for` returns for the second.
     """
 
     @staticmethod
-    def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool):
+    def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool, grad_copies: list):
         output, inverse = after.known_scale("x", copies, trains)
         casts = Quantized.with_scale(gated_fp8(x, SILU, output), inverse)
         after.record_stats("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
         ctx.before = before
-        return fp8_placeholder(x, (*x.shape[:-1], x.shape[-1] // 2), casts)
+        ctx.grad_copies = grad_copies
+        return fp8_placeholder(x, (*x.shape[:-1], x.shape[-1] // 2)), casts
 
     @staticmethod
     @once
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         (x,), before = ctx.saved_tensors, ctx.before
         output, inverse = before.known_scale("g", "both")
         casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), inverse)
         before.record_stats("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
-        return fp8_placeholder(x, x.shape, casts), None, None, None, None
+        ctx.grad_copies.append(casts)
+        return fp8_placeholder(x, x.shape), *[None] * 5
 
 
 class BiasActFp8Function(torch.autograd.Function):
@@ -212,43 +246,56 @@ class BiasActFp8Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, bias, act: int, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool):
+    def forward(
+        ctx,
+        x,
+        bias,
+        act: int,
+        before: Fp8Linear,
+        after: Fp8Linear,
+        copies: str,
+        trains: bool,
+        grad_copies: list,
+    ):
         output, inverse = after.known_scale("x", copies, trains)
         casts = Quantized.with_scale(bias_act_fp8(x, bias, act, output), inverse)
         after.record_stats("x", lambda: bias_act_ref(x, bias, act=act).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
-        ctx.bias, ctx.act, ctx.before = bias, act, before
-        return fp8_placeholder(x, x.shape, casts)
+        ctx.bias, ctx.act = bias, act
+        ctx.before = before
+        ctx.grad_copies = grad_copies
+        return fp8_placeholder(x, x.shape), casts
 
     @staticmethod
     @once
-    def backward(ctx, grad):
-        (x,), bias, before = ctx.saved_tensors, ctx.bias, ctx.before
-        output, inverse = before.known_scale("g", "both")
-        made = []
+    def backward(ctx, grad, _):
+        (x,), bias = ctx.saved_tensors, ctx.bias
+        output, inverse = ctx.before.known_scale("g", "both")
 
         def write(out: torch.Tensor | None, beta: int) -> None:
             pair = bias_act_backward_fp8(grad, x, bias, ctx.act, output, out, beta)
-            made.append(Quantized.with_scale(pair, inverse))
+            ctx.grad_copies.append(Quantized.with_scale(pair, inverse))
 
         trained = bias is not None and bias.requires_grad
         dbias = accumulate(bias, write) if trained else write(None, 0)
-        return fp8_placeholder(x, x.shape, made[0]), dbias, *[None] * 5
+        return fp8_placeholder(x, x.shape), dbias, *[None] * 6
 
 
 class CrossEntropyFp8Function(torch.autograd.Function):
     """`tp.vocab_parallel_cross_entropy` of logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`
 
-    The backward returns a placeholder for the gradient. head: the state of the layer that makes the logits.
+    The backward returns a placeholder for the gradient, and puts the copies into grad_copies. head: the state
+    of the layer that makes the logits.
     """
 
     @staticmethod
-    def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8Linear):
+    def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8Linear, grad_copies: list):
         first, real = own_columns(logits.shape[-1], tp, vocab_size)
         rows, own = logits.flatten(0, 1), labels.t().flatten() - first
         lse, target = over_shards(*cross_entropy_stats(rows[:, :real], own), tp)
         ctx.save_for_backward(logits, own, lse)
         ctx.real, ctx.head = real, head
+        ctx.grad_copies = grad_copies
         return (lse - target).view(labels.t().shape).t()
 
     @staticmethod
@@ -259,4 +306,5 @@ class CrossEntropyFp8Function(torch.autograd.Function):
         output, inverse = head.known_scale("g", "both")
         casts = Quantized.with_scale(cross_entropy_grad_fp8(*given, output), inverse)
         head.record_stats("g", lambda: logits_grad_ref(*given), casts)
-        return fp8_placeholder(logits, logits.shape, casts), None, None, None, None
+        ctx.grad_copies.append(casts)
+        return fp8_placeholder(logits, logits.shape), *[None] * 5

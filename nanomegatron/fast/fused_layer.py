@@ -17,7 +17,9 @@ their backward takes 69.9 us, not 2.32 times that (benchmarks/results/2026-11-21
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,11 +29,13 @@ from nanomegatron.attention import Cache
 from nanomegatron.batch import Batch
 from nanomegatron.dp import wait_params
 from nanomegatron.fast.cuda_graphs import has_hooks
+from nanomegatron.fast.discard_output import discard
+from nanomegatron.fp8_linear import Fp8Input, accepts_fp8
 from nanomegatron.layers import MLP, Norm
 from nanomegatron.model import TransformerLayer
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.norm import add_norm, norm_beside
-from nanomegatron.recompute import keeping, recomputed, source_of, with_source
+from nanomegatron.recompute import recomputed
 from nanomegatron.tp import RowParallelLinear
 
 
@@ -116,34 +120,39 @@ class FusedLayers:
         dense = isinstance(mlp, MLP)
         adds_bias = not leaves_bias(layer)
 
-        normed, x = self.normed(layer.input_layernorm, attention.linear_qkv, x, branch)
-        context = attention.attend(normed, batch, rotary, cache)
-        y, bias = project(attention.linear_proj, context, adds_bias)
+        norm = layer.input_layernorm
+        normed, x = self.norm(norm, attention.linear_qkv, x, branch)
+        with self.discarding(norm, attention.linear_qkv, normed, x):
+            packed = attention.linear_qkv(normed)
+        linear_proj, bias = last_linear(attention.linear_proj, adds_bias)
+        y = linear_proj(attention.attend(packed, batch, rotary, cache))
         branch = self.branch(layer, layer.post_attention_layernorm(y), bias, batch, 0)
 
-        reader = mlp.linear_fc1 if dense else None
-        normed, x = self.normed(layer.pre_mlp_layernorm, reader, x, branch, becomes_input=mlp.recompute)
-        y, bias = run_mlp(mlp, normed, adds_bias) if dense else (mlp(normed, batch), None)
+        norm = layer.pre_mlp_layernorm
+        reader = mlp.linear_fc1 if dense and not mlp.recompute else None
+        normed, x = self.norm(norm, reader, x, branch)
+        discarding = partial(self.discarding, norm, reader, normed, x)
+        if dense:
+            linear_fc2, bias = last_linear(mlp.linear_fc2, adds_bias)
+            y = fused_mlp(mlp, normed, linear_fc2, discarding)
+        else:
+            bias = None
+            with discarding():
+                y = mlp(normed, batch)
         return x, self.branch(layer, layer.post_mlp_layernorm(y), bias, batch, 1)
 
-    def normed(
+    def discarding(
         self,
         norm: nn.Module,
         reader: nn.Module | None,
-        x: torch.Tensor,
-        branch: Branch | None,
-        becomes_input: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x plus the branch, and the sum. x `[s, b, h]` -> `[s, b, h]`, `[s, b, h]`
-
-        The norm may be recomputed by its reader. becomes_input: it is the input of a function that is
-        recomputed, which a placeholder cannot be.
-        """
-        y, total = self.norm(norm, reader, x, branch)
-        again = self.recompute or (becomes_input and source_of(y).casts is not None)
-        if again and isinstance(norm, Norm):
-            with_source(y, lambda x: self.norm(norm, reader, x, None)[0], total)
-        return y, total
+        normed: torch.Tensor | Fp8Input,
+        total: torch.Tensor,
+        always: bool = False,
+    ) -> AbstractContextManager[None]:
+        """For what reads the norm of total `[s, b, h]`, which with `recompute` or `always` is not kept."""
+        if not isinstance(norm, Norm) or not (self.recompute or always):
+            return nullcontext()
+        return discard(normed, lambda x: self.norm(norm, reader, x, None)[0], total)
 
     def branch(
         self, layer: TransformerLayer, y: torch.Tensor, bias: torch.Tensor | None, batch: Batch, which: int
@@ -163,23 +172,30 @@ def leaves_bias(layer: TransformerLayer) -> bool:
     return dropout.fused and dropout.multiplier == 1 and isinstance(layer.post_mlp_layernorm, nn.Identity)
 
 
-def project(
-    linear: RowParallelLinear, x: torch.Tensor, adds_bias: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """linear(x), or without its bias, and the bias. x `[s, b, i/tp]` -> `[s, b, o]` or `[s/tp, b, o]`"""
+def last_linear(linear: RowParallelLinear, adds_bias: bool) -> tuple[Callable, torch.Tensor | None]:
+    """The layer behind attention or MLP, and None; or the layer without its bias, and this bias `[h]`."""
     if adds_bias:
-        return linear(x), None
-    return linear.linear(x, linear.weight, linear.tp, linear.comm), linear.bias
+        return linear, None
+    return lambda x: linear.linear(x, linear.weight, linear.tp, linear.comm), linear.bias
 
 
-def run_mlp(mlp: MLP, x: torch.Tensor, adds_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """mlp(x), or without the last bias, and this bias. x `[s, b, h]` -> `[s, b, h]` or `[s/tp, b, h]`"""
-    if adds_bias:
-        return mlp(x), None
+def fused_mlp(
+    mlp: MLP,
+    x: torch.Tensor | Fp8Input,
+    linear_fc2: Callable[..., torch.Tensor],
+    discarding: Callable[..., AbstractContextManager[None]],
+) -> torch.Tensor:
+    """mlp(x), the last layer by `linear_fc2`. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        y = mlp.hidden(x)
-        with keeping(y):
-            return project(mlp.linear_fc2, y, adds_bias=False)[0]
+    discarding: for what reads x (`FusedLayers.discarding`).
+    """
 
-    return recomputed(run, x) if mlp.recompute else run(x), mlp.linear_fc2.bias
+    def linear_fc1(x: torch.Tensor | Fp8Input) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with discarding():
+            return mlp.linear_fc1(x)
+
+    if not mlp.recompute:
+        return mlp.run(mlp, x, linear_fc1, linear_fc2)
+    run = partial(mlp.run, mlp, linear_fc1=mlp.linear_fc1, linear_fc2=linear_fc2)
+    with discarding(always=accepts_fp8(mlp.linear_fc1)):  # which would read FP8, but x is kept in 16 bits
+        return recomputed(run, x)
