@@ -267,7 +267,6 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     known = data_identity(datasets) if mesh.rank == 0 else {}
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)
-    run.tuner = paths.tuner
     if grads:
         run.execute = build_executor(config, paths, model, grads, log.line)
     if grads and (sharding := buckets_text(grads)):

@@ -37,9 +37,7 @@ ONE: dict[str, Row] = {
     "no kernels": ("", f"{PEERS} no-kernels"),
     "compile": ("", f"{PEERS} compile"),
     "kernels, fused loss": FUSED,
-    "tuned matmuls": "--gemm-autotune",
     "fp8": FP8,
-    "fp8, tuned matmuls": f"{FP8} --gemm-autotune",
 }
 PRECISIONS: dict[str, Row] = {
     "bf16": "",
@@ -48,9 +46,7 @@ PRECISIONS: dict[str, Row] = {
     "torchao tensorwise": ("", f"{PEERS} torchao-tensorwise"),
     "torchao rowwise": ("", f"{PEERS} torchao-rowwise"),
     "lean bf16": LEAN,  # gradients and moments in 16 bits
-    "lean bf16, tuned matmuls": f"{LEAN} --gemm-autotune",
     "lean fp8": f"{LEAN} {FP8}",
-    "lean fp8, tuned matmuls": f"{LEAN} {FP8} --gemm-autotune",
     "lean fp8, head too": f"{LEAN} {FP8} {HEAD}",
 }
 STATES: dict[str, Row] = {  # of AdamW; a share of 0.001 is less than a moment in bf16 can change by
@@ -61,11 +57,9 @@ STATES: dict[str, Row] = {  # of AdamW; a share of 0.001 is less than a moment i
 }
 SMALL_MODEL: dict[str, Row] = {
     "bf16": "",
-    "tuned matmuls": "--gemm-autotune",
     "compile": ("", f"{GPT2} compile"),
     "reduce-overhead": ("", f"{GPT2} reduce-overhead"),
     "fp8": FP8,
-    "fp8, tuned matmuls": f"{FP8} --gemm-autotune",
 }
 BILLION: dict[str, Row] = {
     "bf16": "",

@@ -1,22 +1,22 @@
 """Kernels and layers, beside torch, torch.compile and libraries, on one GPU or several.
 
     python -m benchmarks.layers kernels [NAME...] [--form ours --form torch] --out FILE.json [--small]
-    python -m benchmarks.layers experts | transformers | fp8 | gemm --out FILE.json
+    python -m benchmarks.layers experts | transformers | fp8 --out FILE.json
     torchrun --nproc-per-node 4 -m benchmarks.layers tp --out FILE.json
     torchrun --nproc-per-node 4 -m benchmarks.layers cp --lengths 32 64 128 --out FILE.json
     torchrun --nproc-per-node 4 -m benchmarks.layers moe [--flags "FLAGS OF train.py"] --out FILE.json
 
 NAME: what the names of cases begin with. kernels: every kernel, as a share of the bandwidth that a copy
 reaches; the shapes are Llama-3-8B's with 8,192 tokens, in bf16 (forms.py), and no call finds its inputs in
-the L2. What the others have is in layer_cases.py (tp, fp8), gemm_cases.py, context_cases.py (cp) and
-moe_cases.py; how all is measured stands in session.py.
+the L2. What the others have is in layer_cases.py (tp, fp8), context_cases.py (cp) and moe_cases.py; how all
+is measured stands in session.py.
 """
 
 import itertools
 import sys
 from collections.abc import Iterator
 
-from benchmarks import context_cases, gemm_cases, layer_cases, moe_cases
+from benchmarks import context_cases, layer_cases, moe_cases
 from benchmarks.attention_cases import ropes, softmaxes
 from benchmarks.forms import SMALL, Sizes
 from benchmarks.fp8_cases import casts, fused_casts
@@ -63,7 +63,6 @@ CASES = {
     "experts": moe_cases.matmul_cases,
     "transformers": moe_cases.peer_cases,
     "fp8": layer_cases.fp8_cases,
-    "gemm": gemm_cases.cases,
 }
 
 

@@ -2,8 +2,7 @@
 
 A case is one thing to compute and the forms that compute it: ours, torch's, torch.compile's, a library's. All
 forms of a case are built and warmed up, then interleaved, A B C A B C. A sample is as many calls as take a
-given time (kernels 1 ms, layers 5 ms, gemm 60 ms), between two events on the stream; the median of the
-samples counts.
+given time (kernels 1 ms, layers 5 ms), between two events on the stream; the median of the samples counts.
 
     host  [queue n calls       ]                  launches are not in the times, as in training, where the
     GPU   [sleep               ][meet][n calls]   host is ahead; a form that waits for the GPU shows that
@@ -295,6 +294,6 @@ def arguments(doc: str, argv: list[str], parts: Iterable[str]) -> argparse.Names
     add("--samples", type=int, help="of each form; 15, --small 2")
     args = parser.parse_intermixed_args(argv)
     args.samples = args.samples or (2 if args.small else 15)
-    args.sample_ms = 0.1 if args.small else {"kernels": 1.0, "gemm": 60.0}.get(args.part, 5.0)
+    args.sample_ms = 0.1 if args.small else 1.0 if args.part == "kernels" else 5.0
     args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
     return args

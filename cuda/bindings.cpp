@@ -44,8 +44,6 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("fp8_scale", &fp8_scale);
     module.def("fp8_update", &fp8_update);
     module.def("matmul_ready", &matmul_ready);
-    module.def("matmul_version", &matmul_version);
-    module.def("matmul_candidates", &matmul_candidates);
     module.def("matmul", &matmul);
     module.def("moe_route", &moe_route);
     module.def("moe_permute", &moe_permute);

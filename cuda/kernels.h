@@ -87,15 +87,11 @@ void fp8_scale(Address amax, Address scale, Address inverse, int64_t n, float li
 void fp8_update(Address history, Address scale, Address inverse, Address limits, int64_t n, int64_t length,
                 int most_recent, Address stream);
 
-// matmul.cu; all throw where there is no cuBLASLt. choice: -1, or less than what matmul_candidates returns
+// matmul.cu; both throw where there is no cuBLASLt
 void matmul_ready();
-int64_t matmul_version();
-int64_t matmul_candidates(Address out, Address a, Address a_inverse, Address b, Address b_inverse,
-                          int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int a_type, int b_type,
-                          int out_type, int flags, Address stream);
 void matmul(Address out, Address a, Address a_inverse, Address b, Address b_inverse, Address workspace,
             int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int a_type, int b_type, int out_type,
-            int flags, int choice, Address stream);
+            int add, int fast, Address stream);
 
 // permute.cu
 void moe_route(Address ids, Address position, Address source, Address offsets, Address counts, Address work,

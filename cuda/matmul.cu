@@ -1,23 +1,18 @@
-// Matmuls by cuBLASLt, with an algorithm of the caller's choice; and those that torch does not have.
+// FP8 matmul that adds to what is there, for weight gradients: torch's own FP8 matmul only writes.
 //
-//     out [m, n]  =  or +=  a_inverse * b_inverse * a [m, k] b [k, n]        a, b row-major or transposed
+//     out [m, n]  =  or +=  a_inverse * b_inverse * a [m, k] b [n, k]^T      E4M3 or E5M2, not both E5M2
+//                                                                            out in fp32 or bf16
 //
-// The naive loop:  for i, j:  out[i][j] += a_inverse * b_inverse * sum over l of a[i][l] * b[l][j]
-//     y = x W^T, dx = dy W, dW += dy^T x       of a linear layer, in bf16 or fp16; dW also in fp32
-//     the same in FP8                          E4M3 or E5M2, not both E5M2; a row-major, b transposed; y, dx
-//                                              in 16 bits, dW also in fp32: torch's FP8 matmul only writes
+// The naive loop:  for i, j:  out[i][j] += a_inverse * b_inverse * sum over l of a[i][l] * b[j][l]
 // To add moves 8 bytes an element of an fp32 out; a matmul into a temporary and a sum of the two move 16.
 //
 // Host code alone: the matmul is cuBLASLt's, out of the library that torch has loaded. Building needs neither
 // that nor its header: what is used of it is declared here, the same in all releases of CUDA 12 and 13.
 //
-// cuBLASLt has the columns of a matrix contiguous. To it a row-major `out` is [n, m], and so on, so that it
-// computes out^T = b^T a^T, with its A = our b and its B = our a. Of FP8 its A must be transposed, B not.
+// cuBLASLt has the columns of a matrix contiguous. To it `out` is [n, m], b [k, n] and a [k, m], so that it
+// computes out^T = b a^T, with its A = our b, transposed, and its B = our a: the one form it has for FP8.
 //
-// `choice` is a place in the list of algorithms that the library's heuristic makes, best first by its
-// estimate: `matmul_candidates` says how long it is. BY_ESTIMATE is the one that it gives if asked for one.
-//
-// Nothing waits for the GPU. A problem's first call asks the library for algorithms, and must come before a
+// Nothing waits for the GPU. A problem's first call asks the library for an algorithm, and must come before a
 // CUDA graph is captured; later ones reuse all but the addresses. Calls come one at a time: Python's lock.
 
 #include <cuda_runtime.h>
@@ -29,7 +24,6 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
 #include "kernels.h"
 
@@ -37,7 +31,7 @@ namespace {
 
 using Status = int;  // an enum of C, as the attributes and the types below; 0 is success
 
-enum Description { TRANSPOSE_A = 3, TRANSPOSE_B, SCALE_A = 17, SCALE_B = 18, FAST_ACCUMULATION = 25 };
+enum Description { TRANSPOSE_A = 3, SCALE_A = 17, SCALE_B = 18, FAST_ACCUMULATION = 25 };
 enum Preference {
     WORKSPACE_BYTES = 1,
     REDUCTIONS = 3,
@@ -48,10 +42,6 @@ enum Preference {
 };
 constexpr int COMPUTE_32F = 68, TRANSPOSE = 1, NOT_SUPPORTED = 15;
 constexpr uint32_t REDUCE_IN_FP32 = 2;  // partial sums of a matmul split along k: never in 16 bits
-constexpr int BY_ESTIMATE = -1, MOST_CANDIDATES = 16;
-
-// Of a call; as in ops/matmul.py.
-enum Flags { A_TRANSPOSED = 1, B_TRANSPOSED = 2, ADD = 4, FAST = 8 };
 
 struct Algorithm {
     uint64_t data[8];
@@ -66,7 +56,6 @@ struct Found {
 static_assert(sizeof(Found) == 96, "as cublasLtMatmulHeuristicResult_t");
 
 struct Library {
-    size_t (*version)();
     Status (*create)(void** handle);
     Status (*describe)(void** description, int compute_type, int scale_type);
     Status (*set)(void* description, int attribute, const void* value, size_t bytes);
@@ -105,7 +94,6 @@ Library load() {
         to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(found);
     };
     Library all;
-    function(all.version, "cublasLtGetVersion");
     function(all.create, "cublasLtCreate");
     function(all.describe, "cublasLtMatmulDescCreate");
     function(all.set, "cublasLtMatmulDescSetAttribute");
@@ -124,29 +112,27 @@ const Library& library() {
     return loaded;
 }
 
-// What algorithms are listed for. `listed`: all of them, else the one for BY_ESTIMATE.
+// What an algorithm is chosen for.
 struct Problem {
     int64_t m, n, k, a_alignment, b_alignment, out_alignment, workspace_bytes;
-    int a_type, b_type, out_type, flags, listed, device;
+    int a_type, b_type, out_type, add, fast, device;
 
     auto all() const {
         return std::tie(m, n, k, a_alignment, b_alignment, out_alignment, workspace_bytes, a_type, b_type,
-                        out_type, flags, listed, device);
+                        out_type, add, fast, device);
     }
     bool operator<(const Problem& other) const { return all() < other.all(); }
-    bool is(Flags flag) const { return (flags & flag) != 0; }
 };
 
 // What a call needs besides the addresses; kept as long as the process.
 struct Plan {
     void *handle, *description, *a, *b, *out;
-    std::vector<Algorithm> algorithms;
+    Algorithm algorithm;
 };
 
 cudaDataType type_of(int type) {
     switch (type) {
         case BF16: return CUDA_R_16BF;
-        case FP16: return CUDA_R_16F;
         case E4M3: return CUDA_R_8F_E4M3;
         case E5M2: return CUDA_R_8F_E5M2;
         default: return CUDA_R_32F;
@@ -168,10 +154,9 @@ void set(void* description, Description attribute, T value, const Problem& p) {
     check(library().set(description, attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute", p);
 }
 
-// Null pointers mean 1, and are not set: other types than FP8 have no scales.
 void set_scales(void* description, const void* a_inverse, const void* b_inverse, const Problem& p) {
-    if (b_inverse != nullptr) set(description, SCALE_A, b_inverse, p);
-    if (a_inverse != nullptr) set(description, SCALE_B, a_inverse, p);
+    set(description, SCALE_A, b_inverse, p);
+    set(description, SCALE_B, a_inverse, p);
 }
 
 void* handle_of(const Problem& p) {
@@ -181,7 +166,7 @@ void* handle_of(const Problem& p) {
     return handle;
 }
 
-std::vector<Algorithm> find(const Plan& plan, const Problem& p) {
+Algorithm find(const Plan& plan, const Problem& p) {
     void* preference = nullptr;
     check(library().prefer(&preference), "cublasLtMatmulPreferenceCreate", p);
     const auto prefer = [&](Preference attribute, auto value) {
@@ -193,19 +178,15 @@ std::vector<Algorithm> find(const Plan& plan, const Problem& p) {
     prefer(ALIGNMENT_B, static_cast<uint32_t>(p.a_alignment));
     prefer(ALIGNMENT_C, static_cast<uint32_t>(p.out_alignment));
     prefer(ALIGNMENT_D, static_cast<uint32_t>(p.out_alignment));
-    if (p.listed || p.out_type != FP32) prefer(REDUCTIONS, REDUCE_IN_FP32);
-    Found found[MOST_CANDIDATES] = {};
+    if (p.out_type != FP32) prefer(REDUCTIONS, REDUCE_IN_FP32);
+    Found found = {};
     int count = 0;
     Status status = library().find(plan.handle, plan.description, plan.b, plan.a, plan.out, plan.out,
-                                   preference, p.listed ? MOST_CANDIDATES : 1, found, &count);
+                                   preference, 1, &found, &count);
     library().forget(preference);
-    std::vector<Algorithm> algorithms;
-    for (int i = 0; i < count; ++i) {
-        if (found[i].status == 0) algorithms.push_back(found[i].algorithm);
-    }
-    if (status == 0 && algorithms.empty()) status = count == 0 ? NOT_SUPPORTED : found[0].status;
+    if (status == 0) status = count == 0 ? NOT_SUPPORTED : found.status;
     check(status, "cublasLtMatmulAlgoGetHeuristic", p);
-    return algorithms;
+    return found.algorithm;
 }
 
 Plan make_plan(const void* a_inverse, const void* b_inverse, const Problem& p) {
@@ -214,16 +195,14 @@ Plan make_plan(const void* a_inverse, const void* b_inverse, const Problem& p) {
     const auto lay_out = [&](void** layout, int type, int64_t rows, int64_t columns) {
         check(library().lay_out(layout, type_of(type), rows, columns, rows), "cublasLtMatrixLayoutCreate", p);
     };
-    const bool a_flip = p.is(A_TRANSPOSED), b_flip = p.is(B_TRANSPOSED);
-    lay_out(&plan.a, p.a_type, a_flip ? p.m : p.k, a_flip ? p.k : p.m);
-    lay_out(&plan.b, p.b_type, b_flip ? p.k : p.n, b_flip ? p.n : p.k);
+    lay_out(&plan.a, p.a_type, p.k, p.m);
+    lay_out(&plan.b, p.b_type, p.k, p.n);
     lay_out(&plan.out, p.out_type, p.n, p.m);
     check(library().describe(&plan.description, COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate", p);
-    if (b_flip) set(plan.description, TRANSPOSE_A, TRANSPOSE, p);
-    if (a_flip) set(plan.description, TRANSPOSE_B, TRANSPOSE, p);
-    set(plan.description, FAST_ACCUMULATION, static_cast<int8_t>(p.is(FAST)), p);
+    set(plan.description, TRANSPOSE_A, TRANSPOSE, p);
+    set(plan.description, FAST_ACCUMULATION, static_cast<int8_t>(p.fast), p);
     set_scales(plan.description, a_inverse, b_inverse, p);
-    plan.algorithms = find(plan, p);
+    plan.algorithm = find(plan, p);
     return plan;
 }
 
@@ -247,28 +226,16 @@ int device() {
 
 void matmul_ready() { library(); }
 
-int64_t matmul_version() { return library().version(); }
-
-int64_t matmul_candidates(Address out, Address a, Address a_inverse, Address b, Address b_inverse,
-                          int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int a_type, int b_type,
-                          int out_type, int flags, Address) {
-    const Problem p = {m,      n,      k,        alignment(a), alignment(b), alignment(out), workspace_bytes,
-                       a_type, b_type, out_type, flags,        true,         device()};
-    return plan_of(a_inverse, b_inverse, p).algorithms.size();
-}
-
 void matmul(Address out, Address a, Address a_inverse, Address b, Address b_inverse, Address workspace,
             int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int a_type, int b_type, int out_type,
-            int flags, int choice, Address stream) {
-    const int listed = choice != BY_ESTIMATE;
+            int add, int fast, Address stream) {
     const Problem p = {m,      n,      k,        alignment(a), alignment(b), alignment(out), workspace_bytes,
-                       a_type, b_type, out_type, flags,        listed,       device()};
+                       a_type, b_type, out_type, add,          fast,         device()};
     const Plan& plan = plan_of(a_inverse, b_inverse, p);
     set_scales(plan.description, a_inverse, b_inverse, p);
-    const float one = 1.0f, beta = p.is(ADD) ? 1.0f : 0.0f;
-    const Algorithm& algorithm = plan.algorithms.at(choice == BY_ESTIMATE ? 0 : choice);
+    const float one = 1.0f, beta = add ? 1.0f : 0.0f;
     const Status status =
         library().multiply(plan.handle, plan.description, &one, b, plan.b, a, plan.a, &beta, out, plan.out,
-                           out, plan.out, &algorithm, workspace, workspace_bytes, stream);
+                           out, plan.out, &plan.algorithm, workspace, workspace_bytes, stream);
     check(status, "cublasLtMatmul", p);
 }

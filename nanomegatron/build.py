@@ -41,15 +41,14 @@ from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
-from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.moe import GroupedExperts, MoELayer
-from nanomegatron.ops.tuner import Tuner, tuner_unavailable
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages, execute
 from nanomegatron.schedules import placement
-from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
@@ -68,7 +67,6 @@ class Paths:
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
-    tuner: Tuner | None = None  # LinearFunction's matmuls, those of FP8 layers and of a fused loss
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
     decoder: Callable | None = None  # Stages.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
@@ -85,10 +83,6 @@ class Paths:
             parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
         if self.moe and mesh.etp_ep.size > 1:
             parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
-        if parallel.gemm_autotune:
-            parts.append(
-                self.tuner.describe() if self.tuner else f"torch's matmuls: {tuner_unavailable(mesh.device)}"
-            )
         if self.graphs:
             parts.append(f"CUDA graphs of each {'layer' if self.graphs is GraphedLayers else 'microbatch'}")
         elif mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
@@ -115,7 +109,6 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     exchanges = model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap)
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
-    tuner = Tuner.build(parallel, mesh.device, writes=mesh.tp.rank == mesh.dp_cp.rank == 0)
     return Paths(
         layers=FusedLayers(norm, norms) if everywhere or norms else None,
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
@@ -127,22 +120,10 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
-        tuner=tuner,
         graphs=GRAPHS[graph_impl(config, mesh.world.size)] if mesh.device.type == "cuda" else None,
         decoder=decoder if parallel.cuda_graph_impl != "none" else None,
         peers=peers,
     )
-
-
-def tuned_linear(tuner: Tuner) -> Callable:
-    """Return `tp.LinearFunction` with a tuner: (x, weight, axis, comm, bias) -> y."""
-
-    def linear(
-        x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return LinearFunction.apply(x, weight, axis, comm, bias, tuner.when(torch.is_grad_enabled()))
-
-    return linear
 
 
 def build_executor(
@@ -160,19 +141,15 @@ def install(stages: Stages, paths: Paths) -> Stages:
     for chunk in stages if paths.layers else ():
         chunk.run_layers = paths.layers
     discard_activations(stages, paths.discards)
-    linear, loss = paths.linear, paths.loss
-    if paths.tuner:
-        linear, loss = tuned_linear(paths.tuner), loss and partial(loss, tuner=paths.tuner)
     for module in stages.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
             if module.fp8:
-                module.fp8.tuner = paths.tuner
                 module.fp8.matmuls = paths.fp8
-            elif linear:
-                module.linear = linear
+            elif paths.linear:
+                module.linear = paths.linear
         if isinstance(module, OutputLayer):
             quantizes = paths.producers and accepts_fp8(module) and not module.cap
-            module.loss = partial(quantizing_loss, module) if quantizes else loss
+            module.loss = partial(quantizing_loss, module) if quantizes else paths.loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = paths.context
         elif isinstance(module, MoELayer) and paths.moe:

@@ -251,7 +251,6 @@ class Fp8Linear:
         self.slots = slice(first, first + len(ROLES))
         self.cached_weight: Quantized | None = None  # of this step
         self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
-        self.tuner: Any = None  # an ops.tuner.Tuner, or torch's matmuls
         self.matmuls: Any = None  # fp8_linear.Fp8Matmuls
 
     def slot(self, role: str) -> int:

@@ -127,7 +127,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.grad_copies = given.grad_copies
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
-        w, how = fp8.weight(weight, axis).rowwise, (x.dtype, True, fp8.tuner and fp8.tuner.when(trains))
+        w, how = fp8.weight(weight, axis).rowwise, (x.dtype, True)
         if comm == "gather":
             y, _ = fp8.matmuls.gather_matmul(x_fp8.rowwise, w, axis, *how)
         elif comm == "scatter":
@@ -142,7 +142,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         fp8, saved = ctx.fp8, ctx.saved_tensors
         g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
-        w, how = fp8.weight(weight, axis).columnwise, (ctx.dtype, False, fp8.tuner)
+        w, how = fp8.weight(weight, axis).columnwise, (ctx.dtype, False)
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
         gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
@@ -158,11 +158,11 @@ class Fp8LinearFunction(torch.autograd.Function):
             if not fp8.recipe.wgrad:
                 x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
                 dy = all_gather(grad, axis) if comm == "scatter" else grad
-                return add_product(out, dy, x, beta, fp8.tuner)
+                return add_product(out, dy, x, beta)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
                 x = fp8.requantize_transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
-            write_weight_grad(out, beta, g_columnwise, x, fp8.tuner)
+            write_weight_grad(out, beta, g_columnwise, x)
 
         dw = accumulate(weight, write)
         return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 5
@@ -185,9 +185,9 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
     return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)
 
 
-def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix, tuner: Any = None) -> None:
+def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) -> None:
     """out = beta * out + g x^T; with one scale each in the matmul. out `[o, i]`, g `[o, t]`, x `[i, t]`"""
     if g.inverse.dim():
         add_grad(out, fp8_matmul(g, x, out.dtype), beta)
     else:
-        add_fp8_product_(out, g, x, overwrite=beta == 0, tuner=tuner)
+        add_fp8_product_(out, g, x, overwrite=beta == 0)

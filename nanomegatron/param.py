@@ -34,7 +34,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -266,22 +265,13 @@ def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
     return beside_nccl or not store.beside_nccl
 
 
-def product(a: torch.Tensor, b: torch.Tensor, tuner: Any = None) -> torch.Tensor:
-    """a b, by torch or with the algorithm of an `ops.tuner.Tuner`. a `[..., k]`, b `[k, n]` -> `[..., n]`"""
-    return a @ b if tuner is None else tuner.product(a, b)
-
-
-def add_product(
-    out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1, tuner: Any = None
-) -> None:
+def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:
     """out = beta * out + dy^T x, rounded once, to the type of out. out `[o, i]`, dy `[..., o]`, x `[..., i]`
 
     On a GPU the matmul itself adds to out, and with beta 0 reads nothing of it; torch has no CPU matmul of
-    16-bit inputs that adds to fp32. tuner: an `ops.tuner.Tuner`, or None.
+    16-bit inputs that adds to fp32.
     """
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    if tuner is not None and tuner.add_product(out, dy, x, beta == 0):
-        return
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, out.dtype)
         add_grad(out, dy.to(wide).t() @ x.to(wide), beta)

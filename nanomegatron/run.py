@@ -14,7 +14,6 @@ from nanomegatron.faults.replicas import check_replicas
 from nanomegatron.faults.signals import UNHEARD, Signals
 from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
-from nanomegatron.ops.tuner import Tuner
 from nanomegatron.optim import Optimizer
 from nanomegatron.pp import Stages, execute
 from nanomegatron.report.log import RunLog
@@ -53,7 +52,6 @@ class Run:
     stop: str = ""  # why the run ends early; "": it does not
     preempted: bool = False  # it ends because of a signal
     stragglers: Stragglers | None = None
-    tuner: Tuner | None = None
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -78,8 +76,6 @@ class Run:
             return
         numbers = self.reporter.numbers(step)
         self.reporter.report(step, self.skipped_samples)
-        for line in self.tuner.table(step.read()[0]) if self.tuner else ():
-            self.log.line(f"gemm    {line}")
         if self.stragglers is not None:
             self.stragglers.add(step)
         if numbers.signalled:

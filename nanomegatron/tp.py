@@ -65,7 +65,6 @@ from nanomegatron.param import (
     add_product,
     is_deferred,
     new_parameter,
-    product,
     replica,
     shard,
     stacked,
@@ -87,8 +86,7 @@ class LinearFunction(torch.autograd.Function):
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
     The bias is added last, to sums over ranks once; where nothing is summed a GPU's matmul adds it. For the
-    backward it saves its input x: with "gather" only the local shard. tuner: an `ops.tuner.Tuner`, for
-    matmuls that add no bias, or None, which means torch's.
+    backward it saves its input x: with "gather" only the local shard.
     """
 
     @staticmethod
@@ -99,15 +97,14 @@ class LinearFunction(torch.autograd.Function):
         axis: Axis,
         comm: str,
         bias: torch.Tensor | None = None,
-        tuner: Any = None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias  # hooks on saved tensors may lose `bucket`
-        ctx.axis, ctx.comm, ctx.tuner = axis, comm, tuner
+        ctx.axis, ctx.comm = axis, comm
         x = all_gather(x, axis) if comm == "gather" else x
-        if x.is_cuda and comm in ("copy", "gather") and (tuner is None or bias is not None):
+        if x.is_cuda and comm in ("copy", "gather"):
             return F.linear(x, weight, bias)
-        y = product(x, weight.t(), tuner)
+        y = x @ weight.t()
         if comm == "scatter":
             y = reduce_scatter(y, axis)
         elif comm == "sum":
@@ -125,16 +122,16 @@ class LinearFunction(torch.autograd.Function):
         dbias = bias_grad(ctx.bias, dy, accumulate)
         if comm == "scatter":
             dy = all_gather(dy, axis)
-        dx = product(dy, weight, ctx.tuner)
+        dx = dy @ weight
         x = gathered.wait()
         reduced = start_input_grad_sum(dx, axis, comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
             rows = all_gather(x, axis) if gathers_later else x
-            add_product(out, dy, rows, beta, ctx.tuner)
+            add_product(out, dy, rows, beta)
 
         dw = accumulate(weight, write)
-        return reduced.wait(), dw, None, None, dbias, None
+        return reduced.wait(), dw, None, None, dbias
 
 
 def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:

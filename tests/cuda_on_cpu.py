@@ -64,11 +64,10 @@ def build(*names: str, folder: Path | None = None) -> ModuleType:
     folder = folder or Path(tempfile.gettempdir()) / "nanomegatron-cuda-on-cpu"
     folder.mkdir(parents=True, exist_ok=True)
     sources = {name: as_cpp((CUDA / f"{name}.cu").read_text()) for name in names}
-    kind = r"^(void|int64_t) "
-    defined = {name for _, name in re.findall(rf"{kind}(\w+)\(", "\n".join(sources.values()), re.M)}
+    defined = set(re.findall(r"^void (\w+)\(", "\n".join(sources.values()), re.M))
     header = (CUDA / "kernels.h").read_text()
-    declared = {name for _, name in re.findall(rf"{kind}(\w+)\(", header, re.M)}
-    weak = re.sub(kind, r"__attribute__((weak)) \1 ", header, flags=re.M)
+    declared = set(re.findall(r"^void (\w+)\(", header, re.M))
+    weak = re.sub(r"^void ", "__attribute__((weak)) void ", header, flags=re.M)
     bindings = (CUDA / "bindings.cpp").read_text()  # with that, one object for any set of files
     bindings = bindings.replace('#include "kernels.h"', weak)
     with ThreadPoolExecutor(2) as pool:
@@ -128,9 +127,9 @@ def _make(path: Path, command: list[str]) -> None:
 def launcher(module: ModuleType):
     """What `ops_kernels.launch_kernel` is, with kernels that run here: for tests to put in its place."""
 
-    def launch(name: str, *args: torch.Tensor | float | None) -> int | None:
+    def launch(name: str, *args: torch.Tensor | float | None) -> None:
         numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        return getattr(module, name)(*numbers, None)
+        getattr(module, name)(*numbers, None)
 
     return launch
 

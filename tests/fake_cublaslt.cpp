@@ -12,7 +12,6 @@
 extern "C" {
 
 int handles = 0, searches = 0, matmuls = 0;  // so many have been made
-int last_algorithm = -1;                      // of the last matmul: its place in the heuristic's list
 
 struct Description {
     int transpose_a, transpose_b;
@@ -41,9 +40,6 @@ struct Result {
 
 enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, E4M3 = 28, E5M2 = 29 };
-enum { ALGORITHMS = 5, BROKEN = 2 };  // so many does the heuristic have; this one it marks as failed
-
-std::size_t cublasLtGetVersion() { return 130999; }
 
 const char* cublasLtGetStatusName(int status) {
     return status == NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_INVALID_VALUE";
@@ -109,10 +105,6 @@ static bool is_half(const Layout& x) { return x.type == R_16F || x.type == R_16B
 // FP8 needs scales, rows along k and sizes of whole 16 bytes.
 static bool takes(const Description& how, const Layout& a, const Layout& b, const Layout& out) {
     const bool scales = how.scale_a != nullptr && how.scale_b != nullptr;
-    if (is_half(a)) {
-        const bool none = how.scale_a == nullptr && how.scale_b == nullptr && how.fast == 0;
-        return none && b.type == a.type && (out.type == a.type || out.type == R_32F);
-    }
     for (const Layout& each : {a, b, out}) {
         if (each.rows % 16 != 0) return false;
     }
@@ -121,8 +113,8 @@ static bool takes(const Description& how, const Layout& a, const Layout& b, cons
     return types && scales && outs && how.transpose_a == 1 && how.transpose_b == 0;
 }
 
-// An algorithm is what it was chosen for: alignments, bytes of workspace, fast or not; and its number. Neither a
-// list nor one for a result in 16 bits may sum in less than fp32.
+// An algorithm is what it was chosen for: alignments, bytes of workspace, fast or not. None for a result in 16
+// bits may sum in less than fp32.
 int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a_layout, void* b_layout, void* c,
                                    void* d, void* preference, int wanted, Result* found, int* count) {
     const auto& a = *static_cast<Layout*>(a_layout);
@@ -135,21 +127,17 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a_layo
     const auto [rows, a_k] = how.transpose_a ? std::pair(a.columns, a.rows) : std::pair(a.rows, a.columns);
     const auto [columns, b_k] = how.transpose_b ? std::pair(b.rows, b.columns) : std::pair(b.columns, b.rows);
     const bool shapes = a_k == b_k && rows == out.rows && columns == out.columns;
-    const bool sums = p.reductions == 2 || (wanted == 1 && out.type == R_32F);
-    if (handle != &handles || c != d || !shapes || !sums) return INVALID_VALUE;
+    const bool sums = p.reductions == 2 || out.type == R_32F;
+    if (handle != &handles || c != d || !shapes || !sums || wanted != 1) return INVALID_VALUE;
     for (const Layout& each : {a, b, out}) {
         if (each.stride != static_cast<std::int64_t>(each.rows)) return INVALID_VALUE;
     }
     if (!takes(how, a, b, out)) return NOT_SUPPORTED;
-    for (int number = 0; number < std::min<int>(wanted, ALGORITHMS); ++number) {
-        found[number] = Result{};
-        for (int i = 0; i < 4; ++i) found[number].algorithm.data[i] = p.alignments[i];
-        found[number].algorithm.data[4] = p.workspace_bytes;
-        found[number].algorithm.data[5] = how.fast;
-        found[number].algorithm.data[6] = number;
-        found[number].status = number == BROKEN ? NOT_SUPPORTED : SUCCESS;
-        ++*count;
-    }
+    *found = Result{};
+    for (int i = 0; i < 4; ++i) found->algorithm.data[i] = p.alignments[i];
+    found->algorithm.data[4] = p.workspace_bytes;
+    found->algorithm.data[5] = how.fast;
+    *count = 1;
     return SUCCESS;
 }
 
@@ -224,7 +212,6 @@ int cublasLtMatmul(void* handle, void* description, const float* alpha, const vo
         }
     }
     ++matmuls;
-    last_algorithm = static_cast<int>(best[6]);
     return SUCCESS;
 }
 

@@ -35,7 +35,7 @@ def library() -> ctypes.CDLL:
 
 
 def made(what: str) -> int:
-    """A counter of the library: handles, searches, matmuls, or last_algorithm."""
+    """A counter of the library: handles, searches or matmuls."""
     return ctypes.c_int.in_dll(library(), what).value
 
 

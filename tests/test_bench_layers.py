@@ -1,22 +1,18 @@
 """The benchmarks of layers, tiny and on CPUs: they run to their end, and all forms compute the same."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import context_cases, gemm_cases, layer_cases, layers
+from benchmarks import context_cases, layer_cases, layers
 from benchmarks.context_cases import Row, document_bounds
 from benchmarks.session import Session, arguments
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.cp import Shard
 from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Axis, World
-from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
-from nanomegatron.ops import tuner as ops_tuner
-from tests import fake_cublaslt
 from tests.spmd import run_spmd
 
 
@@ -177,35 +173,3 @@ def test_fp8_computes_the_same():
         for form, found in results.items():
             assert (found - exact).norm() < 0.1 * exact.norm(), (case.name, form)
     assert exact.shape == (128, 1, 128)
-
-
-def test_matmuls_without_a_gpu(tmp_path):
-    """There are only torch's; the others say why."""
-    layers.main(["gemm", "llama 64 bf16 qkv y", "--small", "--out", str(tmp_path / "gemm.json")], World())
-    (case,) = json.loads((tmp_path / "gemm.json").read_text())["cases"].values()
-    rows = case["forms"]
-    assert rows["torch"]["tflops"] * rows["torch"]["ms"] * 1e9 == pytest.approx(2 * 64 * 128 * 192)
-    assert rows["first"] == rows["tuned"] == {"failed": "RuntimeError: there are none for cpu"}
-
-
-@fake_cublaslt.emulated
-def test_matmuls_by_the_first_and_the_fastest_algorithm(monkeypatch):
-    """The second of the list is the fastest here; all compute the same."""
-    monkeypatch.setattr(ops_tuner, "ADDRESS_BYTES", 16)
-    monkeypatch.setattr(ops_tuner, "time_under_load", lambda run, count: [2.0, 1.0, 2.0, 2.0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    session = SimpleNamespace(args=SimpleNamespace(small=True), device=torch.device("cpu"))
-    cases = {case.name: case for case in gemm_cases.cases(session)}
-    assert len(cases) == 2 * (4 * 2 + 1) * 3
-    with fake_cublaslt.installed(monkeypatch, ops_tuner, ops_fp8_matmul, gemm_cases):
-        monkeypatch.setattr(gemm_cases, "tuner_unavailable", lambda device: "")
-        for name in ("gpt2 64 bf16 proj", "gpt2 64 fp8 proj"):
-            for product in ("y", "dx", "dW"):
-                case = cases[f"{name} {product}"]
-                first, tuned = case.forms["first"](), case.forms["tuned"]()
-                assert first.facts == {"algorithm": 1, "algorithms": 4}
-                assert tuned.facts == {"algorithm": 2, "algorithms": 4}
-                if case.expected:
-                    (expected,) = case.expected()
-                    torch.testing.assert_close(first.call(), expected, rtol=1e-2, atol=1e-3)
-                    torch.testing.assert_close(tuned.call(), expected, rtol=1e-2, atol=1e-3)

@@ -18,15 +18,15 @@ TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2582          105            138      33      29      33
 commands            1097           47             85      30      13      21
-config              2347          112            138      11      43      47
-core                3229          154            206      68      14      51
+config              2345          112            138      11      43      47
+core                3209          152            203      68      14      51
 data                1752           70             87      22      16       9
 debug                652           30             45       7       4      12
-fast                1741           90             65      40       9       9
+fast                1740           90             65      40       9       9
 faults               890           44             44       2       4      15
-ops                 1933          107            161      96       2      29
+ops                 1749           93            152      86       2      24
 plan                1161           87             89      13       7      29
-programs             773           20             47       2      16      10
+programs             772           20             47       2      16      10
 report              1470           72             70       7      12      16
 """
 

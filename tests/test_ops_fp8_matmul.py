@@ -17,7 +17,7 @@ from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
-from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, WORKSPACE, missing
+from nanomegatron.ops.matmul import WORKSPACE, missing
 from nanomegatron.param import accumulate, replica, stacked
 from tests import cuda_on_cpu, fake_cublaslt
 from tests.checkpoints import ALONE
@@ -235,14 +235,14 @@ def test_less_aligned_memory_is_told(module):
 @emulated
 def test_errors_of_the_library_have_its_words(module):
     out, a, a_inverse, b, b_inverse = case((32, 16, 48))
-    launch, flags = cuda_on_cpu.launcher(module), ADD | B_TRANSPOSED
+    launch = cuda_on_cpu.launcher(module)
     rest = torch.empty(1024), WORKSPACE, 32, 16, 48
     with pytest.raises(RuntimeError) as error:
-        launch("matmul", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0, flags, BY_ESTIMATE)
+        launch("matmul", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0, 1, 0)
     words = "matmul: cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED"
     assert str(error.value) == f"{words}, [32, 48] E5M2 x [48, 16] E5M2"
     with pytest.raises(RuntimeError, match="cublasLtMatmul: CUBLAS_STATUS_INVALID_VALUE, "):
-        launch("matmul", out, a, torch.ones(8)[1], b, b_inverse, *rest, 3, 3, 0, flags, BY_ESTIMATE)
+        launch("matmul", out, a, torch.ones(8)[1], b, b_inverse, *rest, 3, 3, 0, 1, 0)
 
 
 @pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
@@ -253,7 +253,7 @@ import importlib.util as util
 spec = util.spec_from_file_location("it._kernels", {cuda_on_cpu.build(*FILES).__file__!r})
 module = util.module_from_spec(spec)
 spec.loader.exec_module(module)
-for call in module.matmul_ready, module.matmul_version, lambda: module.matmul(*[0] * 16):
+for call in module.matmul_ready, lambda: module.matmul(*[0] * 16):
     try:
         call()
     except RuntimeError as error:
@@ -263,7 +263,7 @@ for call in module.matmul_ready, module.matmul_version, lambda: module.matmul(*[
     assert done.returncode == 0, done.stderr
     if not done.stdout:
         pytest.skip("this machine has a cuBLASLt")
-    first, second, third = done.stdout.splitlines()
+    first, second = done.stdout.splitlines()
     assert first.startswith("torch has loaded no cuBLASLt of CUDA 12 or 13, and there is none to load: ")
     assert "libcublasLt.so.13: cannot open" in first and "libcublasLt.so.12: " in first
-    assert first == second == third
+    assert first == second

@@ -14,7 +14,6 @@ from nanomegatron.config.hf import read_folder
 from nanomegatron.config.user_files import escaped, read_json, read_text
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.faults.lock import settings_in
-from nanomegatron.ops.tuner import read_times
 from nanomegatron.plan.cluster import load_cluster
 from nanomegatron.report.log import read_status
 from nanomegatron.report.writers import read_jsonl
@@ -73,7 +72,7 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_every_reader_says_what_is_wrong(name, here):
-    """Of settings, records, clusters, times of matmuls: a ValueError or a warning of one line."""
+    """Of settings, records, clusters: a ValueError or a warning of one line."""
     path, said = here / name, []
     path.write_text(NESTED[name])
     if name.endswith(".json"):
@@ -83,7 +82,6 @@ def test_every_reader_says_what_is_wrong(name, here):
                 call()
             assert "\n" not in str(caught.value)
         assert read_status(path, said.append) == {} and "damaged" in said[0]
-        assert read_times(path)[0] == {} and "damaged" in read_times(path)[1]
         assert read_jsonl(path, said.append) == []
     (here / "folder/config.toml").write_text(NESTED[name])
     with pytest.raises(ValueError, match="config.toml: damaged"):

@@ -100,24 +100,6 @@ class ParallelConfig:
     data_parallel_size: int | None = common(None, "number of replicas; checked, not needed", "dp")
     fast_paths: bool | None = setting(None, "use fast paths; default only on GPUs", names_run=False)
     tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls", fast_path=True)
-    gemm_autotune: bool = setting(
-        False,
-        "on GPUs, time cuBLASLt's algorithms for the matmuls of linear layers under load, use the fastest; "
-        "they differ in the last bits, and ranks may choose differently",
-        excludes=(
-            "--deterministic-mode, whose bits depend on no measurement",
-            "--tp-comm-overlap, whose matmuls are in pieces",
-            "--variable-seq-lengths, where every size would be timed",
-        ),
-        fast_path=True,
-        names_run=False,
-    )
-    gemm_autotune_file: str | None = setting(
-        None,
-        "file that keeps the times; default ~/.cache/nanomegatron/gemm.json",
-        needs="--gemm-autotune",
-        names_run=False,
-    )
     cuda_graph_impl: str | None = setting(
         None,
         "CUDA graphs, of a whole microbatch or of each layer (local); default the first that can be",

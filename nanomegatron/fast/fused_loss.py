@@ -23,7 +23,6 @@ Gain: memory, at the same speed. 16 layers of Llama-3-8B on 4 H200, tp 4: 23.6 G
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, star
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, grad_buffer, product, report
+from nanomegatron.param import add_product, grad_buffer, report
 from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 
 
@@ -58,7 +57,6 @@ class FusedLossFunction(torch.autograd.Function):
         loss_weights: torch.Tensor | None,
         tp: Axis,
         real: int,
-        tuner: Any = None,
     ) -> torch.Tensor:
         ranks = labels.shape[0]
         step = max(1, FusedLossFunction.chunk // ranks)
@@ -74,7 +72,7 @@ class FusedLossFunction(torch.autograd.Function):
         losses, ctx.dx = [], []
         for rows, *numbers in zip(gathered, *columns, strict=True):
             numbers = [column.flatten() for column in numbers]
-            loss, dx = chunk_loss(rows.wait(), weight, numbers, (out, beta), reduce, tp, real, tuner)
+            loss, dx = chunk_loss(rows.wait(), weight, numbers, (out, beta), reduce, tp, real)
             beta = 1
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
@@ -98,7 +96,7 @@ class FusedLossFunction(torch.autograd.Function):
         if dw is None:
             report(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
-        return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 5
+        return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 4
 
 
 def chunk_loss(
@@ -109,24 +107,23 @@ def chunk_loss(
     reduce: Callable[[torch.Tensor, Axis], Pending],
     tp: Axis,
     real: int,
-    tuner: Any = None,
 ) -> tuple[torch.Tensor, Pending | None]:
     """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); writes dW to buffer.
 
     rows `[t, h]`, weight `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced. numbers:
     labels, counted from this rank's first row of weight, and loss weights if gradients are needed. buffer
-    `[V/tp, h]`: out, and beta. tuner: as in `tp.LinearFunction`. A separate function, so that its logits are
-    freed before the next chunk's are made.
+    `[V/tp, h]`: out, and beta. A separate function, so that its logits are freed before the next chunk's are
+    made.
     """
     labels, *loss_weights = numbers
-    logits = product(rows, weight.t(), tuner)
+    logits = rows @ weight.t()
     lse, picked = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
     if not loss_weights:
         return lse - picked, None
     grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
-    dx = reduce(product(grad, weight, tuner), tp)
+    dx = reduce(grad @ weight, tp)
     out, beta = buffer
-    add_product(out, grad, rows, beta, tuner)
+    add_product(out, grad, rows, beta)
     return lse - picked, dx
 
 
@@ -138,7 +135,6 @@ def fused_linear_cross_entropy(
     tp: Axis,
     vocab_size: int,
     sequence_parallel: bool = False,
-    tuner: Any = None,
 ) -> torch.Tensor:
     """-log softmax(x W^T)[label] of each token, fp32, equal on all ranks of tp, a chunk of logits at a time.
 
@@ -152,8 +148,7 @@ def fused_linear_cross_entropy(
     reported once, in the backward: zero gradients before the forward, run a backward after each forward that
     autograd records, and do not recompute this. Without a bucket it is summed in fp32 for autograd.
     Communicates over tp, per chunk: an all-gather of 2 numbers per token, an all-reduce of dx; with
-    `sequence_parallel` an all-gather of x and a reduce-scatter of dx. tuner: as in
-    `tp.LinearFunction`, where gradients are needed.
+    `sequence_parallel` an all-gather of x and a reduce-scatter of dx.
 
     Raises ValueError if gradients are needed without `loss_weights`; in the backward RuntimeError (on a GPU
     a device-side assertion, for which the host does not wait) if the loss's gradient is not `loss_weights`.
@@ -165,5 +160,4 @@ def fused_linear_cross_entropy(
     ranks = tp.size if sequence_parallel else 1
     labels, loss_weights = labels.t(), loss_weights.t().float() if wanted else None
     given = [None if t is None else t.reshape(ranks, -1) for t in (labels - first, loss_weights)]
-    tuner = tuner if wanted else None
-    return FusedLossFunction.apply(x, weight, *given, tp, real, tuner).view(labels.shape).t()
+    return FusedLossFunction.apply(x, weight, *given, tp, real).view(labels.shape).t()

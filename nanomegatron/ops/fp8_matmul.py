@@ -4,24 +4,25 @@
     add_fp8_product_   out [m, n]       +=   the same, or =                    one scale per tensor
 
 Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
-second pass. cuda/matmul.cu has cuBLASLt accumulate in the matmul. With a tuner (ops/tuner.py) both are
-cuBLASLt's, by the algorithm that the tuner chooses.
+second pass. cuda/matmul.cu has cuBLASLt accumulate in the matmul.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nanomegatron.ops.fp8_cast import BLOCK, FORMATS, Fp8Matrix, fp8_decode
 from nanomegatron.ops.kernels import usable
-from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, FAST, Problem, matmul, missing
+from nanomegatron.ops.matmul import matmul, missing
 
 ALIGN, BYTES = 16, 16  # cuBLASLt needs sizes divisible by the first, addresses by the second
 
 
 def fp8_matmul(
-    a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False, tuner: Any = None, out: Any = None
+    a: Fp8Matrix,
+    b: Fp8Matrix,
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
@@ -30,10 +31,6 @@ def fp8_matmul(
     k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
-    if tuner is not None and not a.inverse.dim() and not b.inverse.dim():
-        made = a.data.new_empty(m, len(b.data), dtype=dtype) if out is None else out
-        if tuner.run(_problem(made, a, b, FAST * fast), made, a.data, b.data, a.inverse, b.inverse):
-            return made
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
     blocks = a.inverse.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no CPU kernel
@@ -64,18 +61,8 @@ def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
     return inverse.t().contiguous().t() if len(inverse) == len(q) else inverse
 
 
-def _problem(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, flags: int) -> Problem:
-    sizes, types = (*out.shape, a.data.shape[1]), (a.data.dtype, b.data.dtype, out.dtype)
-    return Problem(*sizes, *types, B_TRANSPOSED | flags)
-
-
 def add_fp8_product_(
-    out: torch.Tensor,
-    a: Fp8Matrix,
-    b: Fp8Matrix,
-    overwrite: bool = False,
-    fast: bool = False,
-    tuner: Any = None,
+    out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, overwrite: bool = False, fast: bool = False
 ) -> None:
     """out += a b^T, in place; a and b have one scale each. out: `[m, n]`, a: `[m, k]`, b: `[n, k]`
 
@@ -91,10 +78,7 @@ def add_fp8_product_(
     if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
         add_fp8_product_ref_(out, a, b, fast, overwrite)
         return
-    problem = _problem(out, a, b, ADD * (not overwrite) | FAST * fast)
-    given = out, a.data, b.data, a.inverse, b.inverse
-    if tuner is None or not tuner.run(problem, *given):
-        matmul(problem, BY_ESTIMATE, *given)
+    matmul(out, a.data, a.inverse, b.data, b.inverse, add=not overwrite, fast=fast)
 
 
 def add_fp8_product_ref_(

@@ -118,11 +118,12 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
     return run
 
 
-def launch_kernel(name: str, *args: torch.Tensor | float | None) -> int | None:
+def launch_kernel(name: str, *args: torch.Tensor | float | None) -> None:
     """Launch a kernel on the current stream of the device that has all args `[...]`. Raises RuntimeError."""
     device = args[0].device
     numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     if device.index == torch.cuda.current_device():
-        return getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+        return
     with torch.cuda.device(device):
-        return getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))

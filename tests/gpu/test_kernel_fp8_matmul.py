@@ -8,7 +8,7 @@ from nanomegatron.ops import matmul as ops_matmul
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
 from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_
 from nanomegatron.ops.kernels import kernels_unavailable, launch_kernel, without_kernels
-from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, WORKSPACE, missing, workspace
+from nanomegatron.ops.matmul import WORKSPACE, missing, workspace
 from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, check_bf16, shifted, wanted
 
 GPU = torch.device("cuda")
@@ -99,8 +99,7 @@ def test_two_formats_of_5_bits_are_refused():
         add(out, a, a_inverse, b, b_inverse)
     rest = workspace(out.device), WORKSPACE, 32, 16, 48
     with pytest.raises(RuntimeError, match="AlgoGetHeuristic: CUBLAS_STATUS_.*E5M2 x .48, 16. E5M2"):
-        what = *rest, 4, 4, 0, ADD | B_TRANSPOSED, BY_ESTIMATE
-        launch_kernel("matmul", out, a, a_inverse, b, b_inverse, *what)
+        launch_kernel("matmul", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0, 1, 0)
 
 
 def test_the_stream_of_the_moment():
