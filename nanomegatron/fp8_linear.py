@@ -17,7 +17,7 @@ With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,8 +52,7 @@ class Fp8Input(NamedTuple):
 class Fp8Matmuls:
     """The matmuls a b^T of FP8 layers under sequence parallelism, with the gather or reduce-scatter of each.
 
-    a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; how: the further arguments of
-    `fp8_matmul`.
+    a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; dtype, fast: as of `fp8_matmul`.
     """
 
     def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
@@ -62,14 +61,18 @@ class Fp8Matmuls:
         inverse = start_scale_gather(matrix, axis)
         return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())
 
-    def gather_matmul(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> tuple[Any, Fp8Matrix]:
+    def gather_matmul(
+        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
+    ) -> tuple[torch.Tensor, Fp8Matrix]:
         """Gather the rows of a, then multiply -> `[t, n]`, and the gathered a."""
         whole = self.start_gather(a, axis)()
-        return fp8_matmul(whole, b, *how), whole
+        return fp8_matmul(whole, b, dtype, fast), whole
 
-    def matmul_scatter(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> Pending:
+    def matmul_scatter(
+        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
+    ) -> Pending:
         """Multiply, then start to reduce-scatter the rows; the result `[t/tp, n]`"""
-        return start_reduce_scatter(fp8_matmul(a, b, *how), axis)
+        return start_reduce_scatter(fp8_matmul(a, b, dtype, fast), axis)
 
 
 def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
@@ -127,13 +130,13 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.grad_copies = given.grad_copies
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
-        w, how = fp8.weight(weight, axis).rowwise, (x.dtype, True)
+        w = fp8.weight(weight, axis).rowwise
         if comm == "gather":
-            y, _ = fp8.matmuls.gather_matmul(x_fp8.rowwise, w, axis, *how)
+            y, _ = fp8.matmuls.gather_matmul(x_fp8.rowwise, w, axis, x.dtype, fast=True)
         elif comm == "scatter":
-            y = fp8.matmuls.matmul_scatter(x_fp8.rowwise, w, axis, *how).wait()
+            y = fp8.matmuls.matmul_scatter(x_fp8.rowwise, w, axis, x.dtype, fast=True).wait()
         else:
-            y = fp8_matmul(x_fp8.rowwise, w, *how)
+            y = fp8_matmul(x_fp8.rowwise, w, x.dtype, fast=True)
             y = all_reduce_(y, axis) if comm == "sum" else y
         return y.view(-1, *x.shape[1:-1], len(weight))
 
@@ -142,17 +145,17 @@ class Fp8LinearFunction(torch.autograd.Function):
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         fp8, saved = ctx.fp8, ctx.saved_tensors
         g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
-        w, how = fp8.weight(weight, axis).columnwise, (ctx.dtype, False)
+        w = fp8.weight(weight, axis).columnwise
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
         gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
         if comm == "gather":
-            reduced = fp8.matmuls.matmul_scatter(g, w, axis, *how)
+            reduced = fp8.matmuls.matmul_scatter(g, w, axis, ctx.dtype)
         elif comm == "scatter":
-            dx, g = fp8.matmuls.gather_matmul(g, w, axis, *how)
+            dx, g = fp8.matmuls.gather_matmul(g, w, axis, ctx.dtype)
             reduced, g_columnwise = Pending(dx), fp8.recipe.wgrad and fp8.requantize_transposed(g, "g")
         else:
-            reduced = start_input_grad_sum(fp8_matmul(g, w, *how), axis, comm)
+            reduced = start_input_grad_sum(fp8_matmul(g, w, ctx.dtype), axis, comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
             if not fp8.recipe.wgrad:
