@@ -217,7 +217,7 @@ KINDS = {
 --pp 3 --nproc 3 | --num-layers 2: must be a multiple of 3 pipeline ranks
 --cp 3 --nproc 3 | --seq-length 32: must be a multiple of 2 x --context-parallel-size 3
 --dp 3 --nproc 2 | --data-parallel-size 3: 2 processes give 2
---num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must be a multiple of --expert-model-parallel-size 2
+--num-experts 3 --ep 2 --nproc 2 | --expert-model-parallel-size 2: must divide --num-experts 3
 """,
     "contradiction": """
 --bf16 --fp16 | --bf16: not with --fp16; leave one out

@@ -165,6 +165,12 @@ def test_each_error_has_value_rule_and_fix(case):
     assert len(messages) <= 3  # what is wrong, and not a page of what follows from it
 
 
+@pytest.mark.parametrize("rate", ("-1", "nan"))
+def test_a_wrong_bound_of_another_setting_is_one_error(rate):
+    [message] = errors_of(f"{GOOD} --lr {rate} --min-lr 1e-5")
+    assert message.startswith("--lr")
+
+
 def test_all_errors_come_together():
     messages = errors_of(
         f"{GOOD} --hidden-size 66 --bf16 --fp16 --main-params-dtype fp16 --hiden 3 --split x --clip-grad -1"

@@ -81,7 +81,7 @@ def test_a_folder_of_plain_text_is_told_how_to_become_data(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     argv = ["--data-path", str(tmp_path), "--tokenizer-type", "ByteTokenizer"]
     errors = validate(parse(argv).config, 1, "cpu")
-    with pytest.raises(ValueError, match='a line {"text": "..."} of a .jsonl file') as raised:
+    with pytest.raises(ValueError, match=f"nanomegatron preprocess --input '{tmp_path}/[*].txt'") as raised:
         folder_files(tmp_path)
     assert any(str(raised.value).partition(": ")[2] in error for error in errors)
 

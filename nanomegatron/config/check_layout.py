@@ -207,12 +207,18 @@ def _experts(config: Config, world: int) -> Iterator[str]:
         if etp not in (1, tp):
             yield f"{ETP} {etp}: needs --num-experts"
         return
-    yield from multiple("--num-experts", model.num_experts, EP, ep)
-    if world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
-        unit = math.lcm(ep * etp, tp * cp) * pp
+    fitting = next((n for n in range(min(ep, model.num_experts), 0, -1) if model.num_experts % n == 0), 1)
+    unit = math.lcm(fitting * etp, tp * cp) * pp
+    processes = -(-world // unit) * unit
+    if fitting < ep:
+        yield (
+            f"{EP} {ep}: must divide --num-experts {model.num_experts}; "
+            f"use {fitting} with --nproc {processes}"
+        )
+    elif world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
         of = f"{world} processes" + f" / pp {pp} = {world // pp}" * (pp > 1)
         words = f"{EP} {ep} x {ETP} {etp} = {ep * etp}"
-        yield f"{words}: must divide {of}; use --nproc {-(-world // unit) * unit}"
+        yield f"{words}: must divide {of}; use --nproc {processes}"
     if tp > 1 and not model.sequence_parallel:
         yield f"{TP} {tp}: needs --sequence-parallel with --num-experts, or ranks route the same tokens"
     if config.data.variable_seq_lengths and tp * cp % (etp * ep):  # replicas share experts

@@ -40,14 +40,11 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     if kind in ("rope", "yarn") and model.rotary_percent <= 1 and (rotated % 2 or not rotated):
         share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent} = {rotated}"
         yield f"head size {model.head_dim}{share}: must be even for {kind}; set --kv-channels"
-    try:
-        layer_pattern(model.window_attn_skip_freq, model.num_layers)
-    except ValueError as error:
-        yield f"--window-attn-skip-freq {error}"
-    try:
-        layer_pattern(model.no_rope_freq, model.num_layers)
-    except ValueError as error:
-        yield f"--no-rope-freq {error}"
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        try:
+            layer_pattern(getattr(model, name), model.num_layers)
+        except ValueError as error:
+            yield f"{flag(name)} {error}"
     if model.window_size[1:] not in ((), (0,)):
         yield f"{spelled('window_size', model.window_size)}: must end in 0, such as 4095 0"
     if model.attention_dropout and model.attention_backend == "flash" and device == "cpu":
@@ -98,8 +95,10 @@ def _choice_of_experts(model: TransformerConfig) -> Iterator[str]:
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
     softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if topk == 1 and softmax and "sinkhorn" not in model.moe_router_load_balancing_type:
-        why = "a softmax over one expert is 1, and teaches the router nothing"
-        yield f"--moe-router-topk 1: {why}; give --moe-router-pre-softmax"
+        yield (
+            "--moe-router-topk 1: a softmax over one expert is 1, and teaches the router nothing; "
+            "give --moe-router-pre-softmax"
+        )
     if not groups or not best:
         return
     yield from multiple("--num-experts", experts, "--moe-router-num-groups", groups)
@@ -128,8 +127,7 @@ def _balance(model: TransformerConfig) -> Iterator[str]:
 def _upcycling(model: TransformerConfig, save: str | None, load: str | None) -> Iterator[str]:
     why = "for --moe-use-upcycling, which copies the MLP"
     if model.moe_ffn_size != model.ffn_size:
-        rule = f"must be --ffn-hidden-size {model.ffn_size}"
-        yield f"--moe-ffn-hidden-size {model.moe_ffn_size}: {rule} {why}"
+        yield f"--moe-ffn-hidden-size {model.moe_ffn_size}: must be --ffn-hidden-size {model.ffn_size} {why}"
     if save and save == load:
         yield f"--save {save}: must be another folder than --load {why}"
 
@@ -238,10 +236,7 @@ def plain_text_hint(folder: Path) -> str:
     """Say what to do with a folder of plain text; "" if it has no .txt files."""
     if not any(folder.glob("*.txt")):
         return ""
-    line = '{"text": "..."}'
-    return (
-        f"it holds .txt files: write each text as a line {line} of a .jsonl file, for nanomegatron preprocess"
-    )
+    return f"it holds .txt files, each a document: nanomegatron preprocess --input '{folder}/*.txt'"
 
 
 def hub_hint(name: str) -> str:

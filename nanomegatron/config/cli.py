@@ -150,14 +150,13 @@ def saved_settings(load: str | None) -> dict[str, Any]:
         saved = parse_toml(manifest["config"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}  # loading it says what is wrong
-    decide = set(OF_ANY_LAYOUT.split())
-    for part, setting, _ in declared(Config()):
-        rules = setting.metadata
-        if part in ("model", "data", "precision", "optimizer") and not (
-            rules["resumable"] or rules["fast_path"]
-        ):
-            decide.add(setting.name.replace("_", "-"))
-    return {key: value for key, value in saved.items() if key in decide}
+    decide = [
+        s.name.replace("_", "-")
+        for part, s, _ in declared(Config())
+        if part in ("model", "data", "precision", "optimizer")
+        and not (s.metadata["resumable"] or s.metadata["fast_path"])
+    ]
+    return {key: value for key, value in saved.items() if key in {*decide, *OF_ANY_LAYOUT.split()}}
 
 
 def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

@@ -36,14 +36,19 @@ def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
     if step is not None:
         names = [f"iter_{step:07d}"]
     elif os.path.isfile(root / TRACKER):
-        with open(root / TRACKER, "rb") as file:
-            text = file.read(20).decode(errors="replace").strip()
+        text = _tracked(root)
         names = [f"iter_{int(text):07d}" if text.isdecimal() else "release"]
     for folder in [root / name for name in names] or [root]:
         distributed = os.path.isfile(folder / "metadata.json") and os.path.isfile(folder / ".metadata")
         if (distributed or any(folder.glob(LEGACY))) and not (folder / "manifest.json").exists():
             return folder
     return None
+
+
+def _tracked(root: Path) -> str:
+    """What the tracker of a folder says."""
+    with open(root / TRACKER, "rb") as file:
+        return file.read(20).decode(errors="replace").strip()
 
 
 def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
@@ -62,10 +67,9 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
     if there and step is not None:
         return f"; --ckpt-step {step}: it has {', '.join(there[-4:])}"
     if there and (root / TRACKER).is_file():
-        with open(root / TRACKER, "rb") as file:
-            text = file.read(20).decode(errors="replace").strip()
         return (
-            f"; its {TRACKER} says {text!r}, and there are {', '.join(there[-4:])}: write one of them there"
+            f"; its {TRACKER} says {_tracked(root)!r}, and there are {', '.join(there[-4:])}: "
+            "write one of them there"
         )
     if there:
         return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give {root / there[-1]}"
@@ -119,14 +123,13 @@ def args_of_settings(config: Config, vocab_size: int) -> dict[str, Any]:
     model, size = config.model, config.data.make_vocab_size_divisible_by
     args = {s.name: value for part, s, value in declared(config) if part == "model" and value is not None}
     args = {name: list(v) if isinstance(v, tuple) else v for name, v in args.items()}
-    window = tuple(model.window_size) or None
     return args | {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
         "add_bias_linear": not model.disable_bias_linear,
         "group_query_attention": model.num_kv_heads != model.num_attention_heads,
         "num_query_groups": model.num_kv_heads,
-        "window_size": window,
+        "window_size": tuple(model.window_size) or None,
         "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "bf16": config.precision.bf16,
         "fp16": config.precision.fp16,

@@ -148,6 +148,8 @@ def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
         if isinstance(bound, str):
             bound = values[_name(text)]
             text = f"{text} {bound}"
+            if bound is not None and not bound >= 0:
+                bound = None  # an error of its own, from which this one would follow
         if bound is not None:
             texts.append(f"{words} {text}")
             broken |= not all(is_within(number, bound) for number in numbers)
