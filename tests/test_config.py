@@ -186,13 +186,14 @@ def test_flags_lie_over_the_default_preset():
     assert parsed.config.data == tiny.data
     assert parsed.config.optimizer == dataclasses.replace(tiny.optimizer, lr=1e-3)
     note = (
-        "no --hidden-size and no --num-attention-heads: flags over the preset tiny-cpu; give "
-        "--hidden-size and --num-attention-heads, or --config NAME, to do without it"
+        "no --hidden-size and no --num-attention-heads: what no flag says is the preset tiny-cpu's; "
+        "give --hidden-size and --num-attention-heads for a model of your own, or --config NAME for another "
+        "preset"
     )
     assert parsed.notes == [note]
     parsed = read("--num-layers 2 --hidden-size 64 --swiglu")
     assert parsed.config.model.num_attention_heads == tiny.model.num_attention_heads
-    assert "no --num-attention-heads: flags over the preset tiny-cpu; give" in parsed.notes[0]
+    assert "no --num-attention-heads: what no flag says is the preset" in parsed.notes[0]
     parsed = read("--lr 1e-3")
     assert parsed.preset == "tiny-cpu" and "no model is given: the preset tiny-cpu" in parsed.notes[0]
     parsed = read("--num-layers 2 --hidden-size 64 --num-attention-heads 4")

@@ -213,7 +213,7 @@ def test_the_picture_of_a_pipeline_is_drawn_as_its_page_says(place, tmp_path):
     command = [place / "bin" / "nanomegatron", *words.split(), "--trace-iterations", "2", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "flags over the preset tiny-cpu" in done.stdout
+    assert "what no flag says is the preset tiny-cpu's" in done.stdout
     assert (tmp_path / "trace" / "iteration-2.svg").is_file()
 
 

@@ -410,7 +410,7 @@ def test_what_cannot_be_is_an_error(options, said, capsys):
 
 def test_a_missing_setting_is_the_default_presets(capsys):
     assert plan.main("--num-layers 4 --hidden-size 512 --gpus 8 --gpu h100".split()) == 0
-    assert "no --num-attention-heads: flags over the preset tiny-cpu" in capsys.readouterr().out
+    assert "no --num-attention-heads: what no flag says is the preset tiny-cpu's" in capsys.readouterr().out
 
 
 def test_a_batch_of_whole_microbatches(capsys):

@@ -107,8 +107,8 @@ def parse(argv: list[str]) -> Parsed:
     elif preset is None and missing:
         preset = DEFAULT_PRESET
         if len(missing) < len(shape):
-            do_without = f"give {' and '.join(missing)}, or --config NAME, to do without it"
-            base = f"no {' and no '.join(missing)}: flags over the preset {preset}; {do_without}"
+            own = f"give {' and '.join(missing)} for a model of your own, or --config NAME for another preset"
+            base = f"no {' and no '.join(missing)}: what no flag says is the preset {preset}'s; {own}"
         reader.notes.append(base or f"no model is given: the preset {preset} (--config names another)")
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset), f"--config {preset}")
