@@ -2,7 +2,7 @@
 
     python train.py                                  a small model, Python's own sources as text
     python train.py --nproc 4 --tp 2                 the same on four processes of this machine
-    torchrun --nproc-per-node 8 train.py --config llama3-8b --data-path my_text_document
+    python train.py --nproc 8 --config llama3-8b --data-path my_text_document
     python train.py --load FOLDER --eval-only        no training: the loss of a checkpoint
 
     main -> settings (all errors at once) -> run_rank on each process -> set_up -> train -> finish
@@ -112,8 +112,7 @@ def main(argv: list[str]) -> int:
     try:
         _, config = settings(argv, world)
     except ValueError as error:
-        if world.rank == 0:
-            print_errors(error)
+        print_errors(error, world.rank)
         return BAD_CONFIG
     absent = [] if world.rendezvous else absent_folders(config)  # torchrun's scripts read status.json
     alone = (config.run.nproc or 1) == 1 or world.size > 1
@@ -197,8 +196,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
         signals = Signals(log, config.run.exit_on_preemption_file, locks)
     except ValueError as error:
-        if world.rank == 0:
-            print_errors(error)
+        print_errors(error, world.rank)
         return BAD_CONFIG
     run = None
     try:

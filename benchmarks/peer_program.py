@@ -47,7 +47,7 @@ def main(kinds: dict[str, Callable], words: list[str]) -> int:
     try:
         _, config = train.settings(argv, world)
     except ValueError as error:
-        print_errors(error)
+        print_errors(error, world.rank)
         return BAD_CONFIG
     task = kinds[words[0]], argv
     if (config.run.nproc or 1) == 1 or world.size > 1:

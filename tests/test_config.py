@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import (
@@ -204,8 +205,18 @@ def test_flags_lie_over_the_default_preset():
 def test_an_error_says_that_a_number_may_be_the_presets(capsys):
     assert early_answer("--num-attention-heads 5".split()) == 2
     error, note = capsys.readouterr().err.splitlines()[1:]
-    assert "--hidden-size 192" in error and "no --num-layers and no --hidden-size: flags over" in note
+    assert "--hidden-size 192" in error and "no --num-layers and no --hidden-size: what no flag says" in note
     assert early_answer("--lrr 5".split()) == 2 and "preset" not in capsys.readouterr().err
+
+
+def test_the_summary_of_torchrun_ends_with_the_error(tmp_path, monkeypatch, capsys):
+    """On whichever rank it ends first; only rank 0 prints it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+    assert early_answer("--lrr 5".split()) == 2 and capsys.readouterr().err == ""
+    failure = ProcessFailure(1, 1, 2, str(tmp_path / "error.json"))
+    summary = str(ChildFailedError("train.py", {1: failure})).rstrip("=\n")
+    assert "1 error, nothing was started" in summary and "--lrr" in summary.splitlines()[-1]
 
 
 def test_spellings_and_precedence(tmp_path):

@@ -151,7 +151,9 @@ def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
     lines = capsys.readouterr().out.splitlines()
     row = lines[next(i for i, line in enumerate(lines) if "ms a step" in line) + 1]
     words = shlex.split(next(line for line in lines if line.startswith("run ")))
+    assert words[1] == ("python" if world <= 8 else "torchrun")
     parsed = parse(words[words.index("train.py") + 1 :])
+    assert parsed.config.run.nproc == (world if world <= 8 else None)
     assert parsed.errors == () and not validate(parsed.config, world, "cuda")
     run = Planned(resolve(parsed.config, world), parsed.config.data.vocab_size, Machine(), world)
     assert f"{step_time(run, H100).total * 1e3:,.1f}" in row and f"{run.need / 2**30:.1f}" in row

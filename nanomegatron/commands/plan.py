@@ -231,11 +231,11 @@ def layout_row(candidate: Candidate) -> str:
 def command_line(gpus: int, cluster: Cluster, flags: list[str], best: Candidate) -> str:
     """Return the command that starts the run, on each of its machines."""
     each = min(gpus, cluster.gpus_per_node)
-    machines = "--standalone"
+    start = "python train.py" + f" --nproc {gpus}" * (gpus > 1)
     if gpus > each:
         machines = f"--nnodes {-(-gpus // each)} --node-rank $RANK --master-addr $FIRST_MACHINE"
-    start = "python" if gpus == 1 else f"torchrun {machines} --nproc-per-node {each}"
-    return " ".join(filter(None, (start, "train.py", shlex.join(flags), best.flags())))
+        start = f"torchrun {machines} --nproc-per-node {each} train.py"
+    return " ".join(filter(None, (start, shlex.join(flags), best.flags())))
 
 
 def simulated(run: Planned, cluster: Cluster) -> list[str]:

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
@@ -22,24 +24,23 @@ def early_answer(argv: list[str]) -> int | None:
     Without `--device` only errors that hold both on CPUs and on GPUs are reported. Under torchrun only rank 0
     prints. The settings are those that follow from files, flags and the number of processes: no data is read.
     """
-    parsed, first, text = parse(argv), os.environ.get("RANK", "0") == "0", ""
+    parsed, rank, text = parse(argv), int(os.environ.get("RANK", 0)), ""
     try:
         if parsed.action.startswith("help"):
             text = help_text(parsed.action[len("help ") :])
         elif errors := early_errors(parsed):
             raise ConfigError(errors)
         elif parsed.action == "train" and (missing := missing_load(parsed.config)):
-            print_errors(ValueError(missing))
+            print_errors(ValueError(missing), rank)
             return 3
         elif parsed.action == "print-config":
             text = to_toml(resolve(parsed.config, processes_of_torchrun(parsed.config.run.nproc))).rstrip()
-        if text and first:
+        if text and rank == 0:
             print(text, flush=True)
     except ValueError as error:
-        if first:
-            print_errors(error)
-            if parsed.base:
-                print(f"  note    {parsed.base}", file=sys.stderr)
+        print_errors(error, rank)
+        if parsed.base and rank == 0:
+            print(f"  note    {parsed.base}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has read enough, as `head` does; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,8 +90,18 @@ def early_errors(parsed: Parsed) -> list[str]:
     return [*parsed.errors, *(error for error in found if all(error in other for other in others))]
 
 
-def print_errors(error: ValueError) -> None:
-    """Print one line for each error to stderr."""
+def print_errors(error: ValueError, rank: int) -> None:
+    """Print one line for each error to stderr, on rank 0."""
     messages = getattr(error, "messages", [str(error)])
     title = f"nanomegatron train: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started"
-    print(title, *map(escaped, messages), sep="\n  ", file=sys.stderr)
+    text = "\n  ".join([title, *map(escaped, messages)])
+    tell_torchrun(text)
+    if rank == 0:
+        print(text, file=sys.stderr)
+
+
+def tell_torchrun(message: str) -> None:
+    """Write why this rank fails where torchrun looks: the summary that ends its output shows the message."""
+    with suppress(KeyError, OSError):  # torchrun has not started it
+        facts = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": facts}))

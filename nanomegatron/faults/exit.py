@@ -15,6 +15,7 @@ from pathlib import Path
 from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
+from nanomegatron.config.early import tell_torchrun
 from nanomegatron.config.user_files import escaped
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import FolderLost, lock
@@ -44,6 +45,7 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
         log.leave(None)
     if code != 1:
         first = log.status("failed", exit_code=code, message=str(error))
+        tell_torchrun(escaped(str(error)))
         if log.is_main:
             log.warn(str(error))
         elif first:
@@ -77,9 +79,8 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
         with suppress(ConfigError, OSError), lock(folder):  # not if another run holds the folder
             said = said_by_rank(path, began)  # by rank 0, which has just left
             if not said:
-                facts = read_status(path, lambda _: None)
-                facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
-                write_status(path, facts)
+                failed = dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
+                write_status(path, read_status(path, lambda _: None) | failed)
     print(escaped(f"nanomegatron train: {said or what}"), file=sys.stderr)
 
 
