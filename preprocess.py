@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.train_tokenizer:
             if not arguments.output:
                 raise ValueError("--train-tokenizer needs --output FILE for the rank file")
+            check_parent("--output", arguments.output)
             files, keys = input_files(arguments.input), tuple(arguments.json_keys)
             texts = (text for document in documents(files, keys) for text in document.texts(keys))
             print(train_tokenizer(texts, arguments.train_tokenizer, Path(arguments.output)))
@@ -166,23 +167,30 @@ def verify_data(prefixes: list[str]) -> int:
     return 2 if damaged else 0
 
 
-def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
+def preprocess_arguments(a: argparse.Namespace) -> list[str]:
     """Tokenize as the command line says; returns a line of report for each dataset."""
     for flag in ("output_prefix", "tokenizer_type"):
-        if not getattr(arguments, flag):
+        if not getattr(a, flag):
             fix = dict(
                 output_prefix="the start of the files' names", tokenizer_type=", ".join(TOKENIZER_TYPES)
             )
             raise ValueError(f"--{flag.replace('_', '-')} is missing; give it: {fix[flag]}")
     for flag, least in (("workers", 1), ("partitions", 1), ("skip_bad_lines", 0)):
-        if (value := getattr(arguments, flag)) < least:
+        if (value := getattr(a, flag)) < least:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: {least} is the least")
-    if arguments.partitions > 1:
-        print(f"--partitions {arguments.partitions}: not needed, the result is the same", file=sys.stderr)
-    a = arguments
-    model = a.tokenizer_model, a.vocab_file, a.merge_file
-    tiktoken = a.tiktoken_pattern, a.tiktoken_num_special_tokens
-    tokenizer = build_tokenizer(a.tokenizer_type, *model, a.vocab_size, a.null_tokenizer_eod_id, *tiktoken)
+    if a.partitions > 1:
+        print(f"--partitions {a.partitions}: not needed, the result is the same", file=sys.stderr)
+    check_parent("--output-prefix", a.output_prefix)
+    tokenizer = build_tokenizer(
+        a.tokenizer_type,
+        a.tokenizer_model,
+        a.vocab_file,
+        a.merge_file,
+        a.vocab_size,
+        a.null_tokenizer_eod_id,
+        a.tiktoken_pattern,
+        a.tiktoken_num_special_tokens,
+    )
     if a.tokenizer_hf_no_include_special_tokens:
         tokenizer = with_special_tokens(tokenizer, False)
     keys, files = tuple(a.json_keys), input_files(a.input)
@@ -193,10 +201,27 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
     for idx in (Path(f"{a.output_prefix}_{key}_document.idx") for key in keys):
         unfinished = a.resume and Path(f"{a.output_prefix}.unfinished").exists()
         if idx.exists() and not (a.overwrite or unfinished):
-            rule = "a finished data set; give another --output-prefix, or --overwrite to replace it"
-            raise ValueError(f"{idx}: {rule}")
-    options = Options(a.log_interval, a.skip_bad_lines, a.resume, a.parse_special_tokens)
-    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, options)
+            raise ValueError(
+                f"{idx}: a finished data set; give another --output-prefix, or --overwrite to replace it"
+            )
+    return tokenize(
+        files,
+        a.output_prefix,
+        tokenizer,
+        keys,
+        a.append_eod,
+        a.workers,
+        Options(a.log_interval, a.skip_bad_lines, a.resume, a.parse_special_tokens),
+    )
+
+
+def check_parent(flag: str, path: str) -> None:
+    """Raise ValueError unless the folder of an output is there or can be made beside others."""
+    folder = Path(path).parent
+    if not folder.parent.is_dir():
+        raise ValueError(
+            f"{flag} {path}: there is no folder {folder.parent}; mend the path, or mkdir -p {folder}"
+        )
 
 
 @dataclass(frozen=True)
@@ -291,8 +316,10 @@ class Progress:
             f"| {done / seconds / 1e6:.1f} MB/s | {self.tokens / seconds / 1e6:.2f} M tokens/s"
         )
         if self.total:
-            left = round(seconds * (self.total - self.bytes) / max(done, 1))
-            text += f" | {self.bytes / self.total:4.0%} | ETA {left // 60}:{left % 60:02}"
+            text += f" | {self.bytes / self.total:4.0%}"
+        if self.total and done:
+            left = round(seconds * (self.total - self.bytes) / done)
+            text += f" | ETA {left // 60}:{left % 60:02}"
         print(
             f"\r{text}\x1b[K" if self.terminal else text,
             end="" if self.terminal else "\n",
@@ -334,8 +361,8 @@ def prepare_embedded(
             report(collect_stdlib(texts["train"], texts["valid"]))
         model = folder / f"{name}.tiktoken" if bpe else None
         if model and not model.exists():
-            found = documents([str(texts["train"])])
-            report(train_tokenizer((text for line in found for text in line.texts(("text",))), vocab, model))
+            sources = (line.texts(("text",))[0] for line in documents([str(texts["train"])]))
+            report(train_tokenizer(sources, vocab, model))
         tokenizer = build_tokenizer("TikTokenizer" if bpe else "ByteTokenizer", str(model))
         for split, path in texts.items():
             prefix, workers = folder / f"{split}-{name}", min(2, os.cpu_count() or 1)
@@ -350,11 +377,13 @@ def _prepared(folder: Path, name: str) -> Embedded | None:
     needed = [Path(f"{prefix}.idx") for prefix in prefixes] + ([model] if model else [])
     if not all(path.exists() for path in needed):
         return None
-    note = (
-        "" if model else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE"
+    return Embedded(
+        str(prefixes[0]),
+        str(prefixes[1]),
+        "TikTokenizer" if model else "ByteTokenizer",
+        str(model) if model else None,
+        "" if model else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE",
     )
-    kind = "TikTokenizer" if model else "ByteTokenizer"
-    return Embedded(str(prefixes[0]), str(prefixes[1]), kind, str(model) if model else None, note)
 
 
 def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
@@ -376,8 +405,10 @@ def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
                 except (OSError, UnicodeDecodeError):
                     continue
                 count, size = count + 1, size + len(text)
-                line = json.dumps({"text": text, "path": name}, ensure_ascii=False)
-                print(line, file=train_file if count % 50 else valid_file)
+                print(
+                    json.dumps({"text": text, "path": name}, ensure_ascii=False),
+                    file=train_file if count % 50 else valid_file,
+                )
         if count < 50:
             raise ValueError(
                 f"{root}: {count} Python sources; the embedded data needs the standard library's"

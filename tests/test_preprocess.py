@@ -236,6 +236,11 @@ def test_a_bad_line_stops_it(tmp_path, capsys, line, reason, workers):
             ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"],
             "needs --vocab-size",
         ),
+        (
+            ["--input", "a.jsonl", "--output-prefix", "no/such/x", *BYTES],
+            "no folder no; mend the path, or mkdir",
+        ),
+        (["--input", "a.jsonl", "--train-tokenizer", "300", "--output", "no/such/x"], "no folder no; mend"),
         (["--input", "a.jsonl", "--train-tokenizer", "300"], "needs --output FILE"),
         (["--input", "a.jsonl", "--train-tokenizer", "256", "--output", "t"], "257 entries are the least"),
     ],
@@ -323,6 +328,19 @@ def test_progress_of_a_pipe(tmp_path, capsys):
     out = capsys.readouterr()
     assert "100 documents (0 empty), 2,500,000 tokens, 1.00 bytes a token" in out.out
     assert len(out.err.splitlines()) >= 3 and "\r" not in out.err and "ETA 0:" in out.err
+
+
+def test_a_resumed_run_expects_no_end_before_it_has_read(capsys):
+    with preprocess.Progress(1000, 1, resumed=True) as progress:
+        progress.wrote(1, 5, 500)
+        progress.wrote(2, 9, 600)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "50%" in first and "ETA" not in first and "60% | ETA 0:" in second
+
+
+def test_a_new_folder_is_made_beside_others(tmp_path):
+    source = jsonl(tmp_path / "in.jsonl", ["a"])
+    assert run("--input", source, "--output-prefix", tmp_path / "new" / "x", *BYTES) == 0
 
 
 @pytest.mark.parametrize("workers, packed", [(1, ""), (2, ""), (1, ".gz")])
