@@ -352,6 +352,16 @@ def test_every_part_of_a_blend_is_checked_first(tmp_path):
     write(tmp_path / "a", random_documents(1, 60, 20))
     write(tmp_path / "b", [[1, 2, 3]])
     data = DataConfig(data_path=(str(tmp_path / "a"), str(tmp_path / "b")), split="1", seq_length=8)
-    with pytest.raises(ValueError, match=r"train data: 3 tokens in sequences 0..1 of .*b; a sample takes"):
+    with pytest.raises(
+        ValueError, match=r"train data: 3 tokens in sequences 0..1 of .*b, which has 1; a sample takes"
+    ):
         build_datasets(data, (10, 0, 0), 0, TOKENIZER)
     assert not list((tmp_path / "cache").glob("*sample_index.npy"))
+
+
+def test_one_document_trains_without_validation_as_the_error_says(tmp_path):
+    write(tmp_path / "one", random_documents(1, 1, 400))
+    data = DataConfig(data_path=(str(tmp_path / "one"),), seq_length=8)
+    with pytest.raises(ValueError, match="valid data: 0 tokens .* has 1; .* --eval-iters 0 to train without"):
+        build_datasets(data, (10, 8, 8), 0, TOKENIZER)
+    assert build_datasets(data, (10, 0, 0), 0, TOKENIZER)[1:] == (None, None)

@@ -51,13 +51,12 @@ def folder_files(folder: Path) -> list[str]:
     if (folder / "state.json").is_file():
         return _saved(folder)
     found = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    if not found and (hint := plain_text_hint(folder)):
-        raise ValueError(f"--input {folder}: {hint}")
     if not found:
-        raise ValueError(
-            f"--input {folder}: a folder; give its files, such as '{folder}/*.jsonl'; only one of a Hugging "
+        other = (
+            f"a folder; give its files, such as '{folder}/*.jsonl'; only one of a Hugging "
             "Face data set is read by itself: *.parquet, data/*.parquet, or with a state.json"
         )
+        raise ValueError(f"--input {folder}: {plain_text_hint(folder) or other}")
     shards: dict[tuple[str, str], int] = {}
     for path in found:
         if part := re.fullmatch(r"(.+?)-\d+-of-(\d+)(-\w+)?", path.stem):

@@ -240,8 +240,11 @@ def build_datasets(
             tokens = int(indexed.sequence_lengths[start:stop].sum(dtype=np.int64))
             if tokens < data.seq_length + 1 and not data.variable_seq_lengths:
                 raise ValueError(
-                    f"{split} data: {tokens} tokens in sequences {start}..{stop} of {indexed.prefix}; a "
-                    f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
+                    f"{split} data: {tokens} tokens in sequences {start}..{stop} of {indexed.prefix}, which "
+                    f"has {len(indexed)}; a sample takes --seq-length + 1 = {data.seq_length + 1}: "
+                    "use more data or another --split"
+                    + ", or --eval-iters 0 to train without it"
+                    * (split != "train")
                 )
     kind = DocumentDataset if data.variable_seq_lengths else GPTDataset
 
@@ -349,15 +352,16 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
         fix = "leave --tokenizer-type away to use the data's, or run nanomegatron preprocess again"
         if sidecar["tokenizer"] == tokenizer.spec:
             raise ValueError(f"{path}.json: {tokenizer.spec} gave other ids when it was written; {fix}")
-        made = f"{str(sidecar['tokenizer']):.200}, which gives other ids than {tokenizer.spec}"
-        raise ValueError(f"{path}: made with {made}; {fix}")
+        raise ValueError(
+            f"{path}: made with {str(sidecar['tokenizer']):.200}, which gives other ids than "
+            f"{tokenizer.spec}; {fix}"
+        )
     low, high = (0, sidecar["max_token"]) if sidecar else _scanned_range(indexed, cache)
     if low < 0 or high >= tokenizer.vocab_size:
-        said_by = f"{path}.json" if sidecar else path
-        token = f"{low if low < 0 else high}"
         raise ValueError(
-            f"{said_by}: holds token {token:.40}; the vocabulary of {tokenizer.spec['type']} is "
-            f"0..{tokenizer.vocab_size - 1}: use the tokenizer that the data was made with"
+            f"{path}{'.json' * bool(sidecar)}: holds token {str(low if low < 0 else high):.40}; the "
+            f"vocabulary of {tokenizer.spec['type']} is 0..{tokenizer.vocab_size - 1}: "
+            "use the tokenizer that the data was made with"
         )
     return indexed, cache
 
