@@ -301,7 +301,8 @@ def test_load_model_refuses_another_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("change", [{}, {"finetune": True}, {"allow_data_change": True}])
 def test_a_run_resumes_with_its_tokenizer(tmp_path, change):
-    save_model(tmp_path, 1, seed=0, iteration=1, tokenizer_fingerprint="of another")
+    data = {"train": [{"prefix": "first_text_document"}]}
+    save_model(tmp_path, 1, seed=0, iteration=1, tokenizer_fingerprint="of another", data=data)
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
     config = replace(
         CONFIG, checkpoint=CheckpointConfig(load=str(tmp_path), save=str(tmp_path / "new"), **change)
@@ -309,7 +310,10 @@ def test_a_run_resumes_with_its_tokenizer(tmp_path, change):
     if change:
         check_tokenizer(config, mesh, ByteTokenizer())
         return
-    with pytest.raises(ConfigError, match="gives other ids.* was trained with the first"):
+    with pytest.raises(
+        ConfigError,
+        match="was trained on first_text_document, with tokenizer .* gives other ids: give that data",
+    ):
         check_tokenizer(config, mesh, ByteTokenizer())
 
 

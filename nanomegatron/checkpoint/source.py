@@ -20,6 +20,7 @@ from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import effective
 from nanomegatron.config.rules import flag
 from nanomegatron.config.settings import Config
+from nanomegatron.data.identity import trained_on
 from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.lr_schedule import schedules
 from nanomegatron.mesh import Mesh
@@ -121,9 +122,14 @@ def check_tokenizer(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
     if found is None or has_weights_only(found[0]) or config.checkpoint.allow_data_change:
         return
     if found[0].get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
-        change = f"tokenizer {found[0].get('tokenizer')} -> {tokenizer.spec}, which gives other ids"
-        fix = "give the same; --allow-data-change resumes with this one, --finetune starts at step 0"
-        raise ConfigError([f"{change}: {source.root} was trained with the first; {fix}"])
+        was = (
+            f"{source.root} was trained on {trained_on(found[0])}, with tokenizer {found[0].get('tokenizer')}"
+        )
+        fix = (
+            "give that data, or another --run-name to train on this from the start; "
+            "--allow-data-change resumes with this, --finetune starts at step 0"
+        )
+        raise ConfigError([f"{was}, not {tokenizer.spec}, which gives other ids: {fix}"])
 
 
 def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[list[str], list[str]]:

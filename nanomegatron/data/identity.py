@@ -12,6 +12,7 @@ hashed, so that a terabyte takes milliseconds: that finds other data, not a chan
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,13 @@ def data_changes(saved: Any, now: dict[str, list[dict]]) -> list[str]:
         return [line for pairs in both for line in _split_changes(*pairs)]
     except (AttributeError, TypeError, ValueError):
         return ["what the checkpoint says of its data is damaged"]
+
+
+def trained_on(state: dict[str, Any]) -> str:
+    """The names of the training data that a checkpoint's state has, for a message."""
+    with suppress(KeyError, TypeError):
+        return ", ".join(str(pair["prefix"]) for pair in state["data"]["train"])
+    return "data that it does not name"
 
 
 def _split_changes(split: str, saved: list[dict], now: list[dict]) -> list[str]:
