@@ -332,6 +332,8 @@ def test_too_little_room_is_seen_before_writing(root, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     message = expect_save_error(root, ALONE, 30)
     assert "No space left" in message and "100 are free" in message
+    assert "free space there, or give another --save; the last good checkpoint is" in message
+    assert message.endswith(str(newest_files(root)[0].parent))
     usage = usage._replace(total=0, free=0)  # of a file system without a limit: it does not tell
     save_alone(root, 30)
     assert expect_newest(root, 30) == []

@@ -157,10 +157,12 @@ def bytes_needed(owned: Iterable[Piece], mesh: Mesh) -> int:
 
 
 def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> str:
-    """The message of a SaveError: the errors of all ranks, bytes needed and free."""
-    what = f"the checkpoint of iteration {iteration} was not saved in {root}"
-    space = f"it needs {need} bytes, {folder.free_bytes(root)} are free; earlier ones are untouched"
-    return f"{what}: {'; '.join(errors)} ({space})"
+    """The message of a SaveError: the errors of all ranks, bytes needed and free, the fix, the last good."""
+    return (
+        f"the checkpoint of iteration {iteration} was not saved in {root}: {'; '.join(errors)} (it needs "
+        f"{need} bytes, {folder.free_bytes(root)} are free); free space there, or give another --save; "
+        f"{folder.newest_in_words(root)}"
+    )
 
 
 # Loading.

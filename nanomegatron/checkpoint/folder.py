@@ -213,6 +213,13 @@ def folders(root: Path) -> dict[int, Path]:
     return found
 
 
+def newest_in_words(root: Path) -> str:
+    """What a failed save leaves, for its message."""
+    with contextlib.suppress(OSError, ValueError):  # there is none
+        return f"the last good checkpoint is {folders(root)[max(folders(root))]}"
+    return "there is no earlier checkpoint"
+
+
 def newest_folder(root: Path) -> int | None:
     """Return the newest iteration in `folders`; None if there is none.
 

@@ -91,8 +91,11 @@ class Saver:
         again = self.attempts < self.config.save_retries
         if not again and (self.last or self.config.on_save_error == "exit"):
             raise error
-        goes_on = "the run continues, and the next save is due as usual (--on-save-error warn)"
-        self.warn(f"{error}; {'trying again' if again else goes_on}")
+        self.warn(
+            f"{error}; trying again"
+            if again
+            else f"{error}; the run continues, and the next save is due as usual (--on-save-error warn)"
+        )
         self.attempts += 1
         time.sleep(PAUSE * again)
         return again

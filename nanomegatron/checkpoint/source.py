@@ -73,8 +73,9 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
         return LoadSource(config.save, None, only_weights=False, upcycling=False, begins=eval_only)
     upcycling = config.moe_use_upcycling
     only_weights = config.finetune or upcycling
-    root = config.load or config.save
-    return LoadSource(root, step, only_weights, upcycling, begins=only_weights or eval_only)
+    return LoadSource(
+        config.load or config.save, step, only_weights, upcycling, begins=only_weights or eval_only
+    )
 
 
 def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted: int) -> list[int]:
