@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import subprocess
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,9 @@ def banner(
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, vocab_size, padded)}"
     predicted = describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh.device)))
-    yield f"memory  {predicted}{WHOLE_PROCESS if mesh.device.type == 'cpu' else ''}"
+    yield from textwrap.wrap(
+        f"memory  {predicted}" + WHOLE_PROCESS * (mesh.device.type == "cpu"), 120, subsequent_indent=" " * 8
+    )
     if mesh.pp.size > 1:
         layers, parallel = stage_layers(config, padded), config.parallel
         placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
