@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/quick_start.py
 
 Two processes share the model (tp), further ones the samples (dp); python alone prints the same losses.
+The checkpoint is written to ckpt/ in the current folder.
 """
 
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def main() -> None:
     save(Path("ckpt"), ITERATIONS, pieces, {}, "", mesh)
     load(Path("ckpt"), pieces, mesh)
     if mesh.rank == 0:
-        print("Successfully loaded the model", flush=True)
+        print("Successfully loaded the model from ckpt/", flush=True)
     Mesh.close()
 
 

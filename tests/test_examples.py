@@ -69,7 +69,7 @@ def test_quick_start(tmp_path):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         said = run_spmd(run_quick_start, ranks, str(folder))[0]
-        assert said.endswith("Successfully loaded the model\n")
+        assert said.endswith("Successfully loaded the model from ckpt/\n")
         assert (folder / "ckpt" / "iter_0000005" / "manifest.json").is_file()
         losses.append([float(loss) for loss in re.findall(r"lm loss (\S+)", said)])
     assert len(losses[0]) == 5 and abs(losses[0][0] - math.log(100)) < 0.1 and losses[0][-1] < losses[0][0]

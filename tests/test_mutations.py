@@ -71,6 +71,15 @@ def test_a_bug_is_caught_or_not(new, test, caught, expected, project, tmp_path):
     assert (tmp_path / "copies/0/sums.py").read_text() == (project / "sums.py").read_text()
 
 
+def test_without_a_checkout_one_sentence_says_so(tmp_path, monkeypatch):
+    (tmp_path / "tree").mkdir()
+    monkeypatch.setattr(mutations, "ROOT", tmp_path / "tree")
+    with pytest.raises(
+        SystemExit, match=r"tree is no git checkout, whose files are copied; git clone makes one"
+    ):
+        mutations.Sandbox(tmp_path / "copies", 1)
+
+
 def test_an_entry_that_does_not_fit_is_told(project):
     assert "occurs 2 times" in Mutation("", "sums.py", "x", "y", "t").problem(project)
     assert "occurs 0 times" in Mutation("", "sums.py", "z", "y", "t").problem(project)

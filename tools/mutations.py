@@ -68,9 +68,15 @@ def load(folder: Path = FOLDER) -> list[Mutation]:
 
 
 def copy_tree(target: Path) -> Path:
-    """The files of the working tree that git knows or would add."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    """The files of the working tree that git knows or would add. Exits if it is no checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        sys.exit(
+            f"tools/mutations.py: {ROOT} is no git checkout, whose files are copied; git clone makes one"
+        )
+    names = listed.stdout.decode().split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
