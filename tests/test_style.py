@@ -17,19 +17,19 @@ MAX_FIELDS, MAX_ARGUMENTS, MAX_FORWARD, MAX_PARALLEL = 10, 8, 12, 3
 MAX_LINES, MAX_LINE = 500, 110  # lines of a file, characters of a line
 
 # What is over these limits today. Figures may only fall; within its limit a name leaves the list.
-LONG_FILES = {"nanomegatron/config/hf.py": 292, "train.py": 282}
+LONG_FILES = {"nanomegatron/config/hf.py": 292, "train.py": 281}
 LONG_FUNCTIONS = {
     "checkpoint.resume.load_checkpoint": 56,
     "commands.plan.choose_layout": 46,
     "config.pickles.build_pickle": 52,
-    "train.set_up": 52,
+    "train.set_up": 51,
     "train.train_step": 49,
 }
 WIDE_CLASSES = {
     "config.rules.Rules": 18,
     "fast.cuda_graphs.GraphedSteps": 13,
     "plan.cluster.Cluster": 14,
-    "run.Run": 29,
+    "run.Run": 28,
 }
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}
