@@ -128,6 +128,23 @@ def test_kernels_of_another_gpu_are_noted(gpus, capsys, monkeypatch):
     assert found.endswith("slower | install nvcc (CUDA toolkit), g++; then pip install . in the checkout")
 
 
+def test_without_a_gpu_kernels_are_only_for_a_machine_that_can_build_them(capsys, monkeypatch):
+    """Such as the login node of a cluster: with nvcc, and torch for CUDA."""
+    monkeypatch.setattr(kernels, "_kernels", None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name != "pybind11")
+    found = {}
+    for cuda in None, "13.0":
+        for nvcc in None, "/usr/bin/nvcc":
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            monkeypatch.setattr(shutil, "which", lambda name, nvcc=nvcc: nvcc if name == "nvcc" else name)
+            monkeypatch.setattr(doctor.Path, "is_file", lambda path: False)
+            found[cuda, nvcc] = "".join(f[2] for f in doctor._kernels(torch, 0))
+    assert found.pop(("13.0", "/usr/bin/nvcc")).endswith(
+        "not used on CPUs; to build them pybind11 is missing"
+    )
+    assert set(found.values()) == {"not built, not used on CPUs"}
+
+
 def test_gpus_without_peer_access_are_named(gpus, capsys):
     gpus(*[("H100", (9, 0))] * 2)
     assert lines(capsys)["peers"] == "ok | all 2 GPUs reach each other's memory"

@@ -149,8 +149,8 @@ def _kernels(torch: Any, gpus: int) -> Findings:
     found = f"built for {kernels._kernels.archs}" if kernels._kernels else "not built"
     why = next(filter(None, (kernels.kernels_unavailable(torch.device("cuda", i)) for i in range(gpus))), "")
     if not gpus:
-        missing = f"; to build them {lacks or 'nothing'} is missing" * (not kernels._kernels)
-        found += f", not used on CPUs{missing}"
+        builds = bool(nvcc and torch.version.cuda and not kernels._kernels)  # for other machines
+        found += ", not used on CPUs" + f"; to build them {lacks or 'nothing'} is missing" * builds
     fix = f"install {lacks}; then " * bool(lacks) + "pip install . in the checkout"
     yield _rated(not why, "kernels", why or found, "plain torch, slower", "" if "Ampere" in why else fix)
 
