@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanomegatron.commands.page import Curve, Table, amount, run_page
-from nanomegatron.commands.runs import aligned, number, state_of
+from nanomegatron.commands.runs import aligned, find_run, number, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
-from nanomegatron.config.help import CommandParser, did_you_mean
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped, read_text
@@ -88,20 +88,17 @@ def main(argv: list[str]) -> int:
 
 def read_run(word: str) -> RecordedRun:
     """Read the run in runs/WORD or WORD. Raises ValueError if there is none, or if it is damaged."""
-    folders = [path for path in (Path("runs") / word, Path(word)) if (path / "config.toml").is_file()]
-    if not folders:
-        hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
-        raise ValueError(f"{word}: no run, neither runs/{word} nor {word} has a config.toml{hint}")
+    folder = find_run(word)
     try:
-        config = from_toml(read_text(folders[0] / "config.toml"))
-        steps, evals = (read_jsonl(folders[0] / f"{kind}.jsonl") for kind in ("metrics", "evals"))
+        config = from_toml(read_text(folder / "config.toml"))
+        steps, evals = (read_jsonl(folder / f"{kind}.jsonl") for kind in ("metrics", "evals"))
         for record in steps + evals:
             record |= {"lm_loss": float(record["lm_loss"]), "split": str(record.get("split"))}
             record["tokens"] = int(record.get("consumed_samples") or 0) * config.data.seq_length
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{word}: damaged settings or records ({error}); leave this run out") from None
-    name = folders[0].resolve().name if folders[0].is_symlink() else word  # what runs/latest points to
-    return RecordedRun(name, folders[0].resolve(), config, {step["tokens"]: step for step in steps}, evals)
+    name = folder.resolve().name if folder.is_symlink() else word  # what runs/latest points to
+    return RecordedRun(name, folder.resolve(), config, {step["tokens"]: step for step in steps}, evals)
 
 
 def fact_table(runs: Sequence[RecordedRun]) -> Table:
@@ -152,8 +149,12 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         both = sorted(first.steps.keys() & run.steps.keys())
         gaps = [(relative_gap(first.steps[t]["lm_loss"], run.steps[t]["lm_loss"]), t) for t in both]
         gap, at = max(gaps, default=(math.nan, 0))
-        step = first.steps[at]["iteration"] if both else 0
-        text = f"largest relative difference of losses over {len(both)} steps: {gap:.1e} (at step {step})"
+        text = "no losses to compare at equal tokens"
+        if gap == 0:
+            text = f"losses are identical, over {len(both)} steps"
+        elif both:
+            worst = f"{gap:.1e} (at step {first.steps[at]['iteration']})"
+            text = f"largest relative difference of losses over {len(both)} steps: {worst}"
         equal = len(list(takewhile(lambda pair: pair[0] <= ROUNDED, gaps)))
         if 1 < equal < len(both):
             text += f"; up to {ROUNDED:g} in the first {equal} steps"
@@ -161,9 +162,7 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
         if sizes[0] != sizes[1]:
             text += "; batch or sequence differ: only steps that end at equal tokens are compared"
-        lines.append(
-            f"{run.name} and {first.name}: {text if both else 'no losses to compare at equal tokens'}"
-        )
+        lines.append(f"{run.name} and {first.name}: {text}")
         largest = math.nan if math.isnan(largest + gap) else max(largest, gap)
     return lines, largest
 

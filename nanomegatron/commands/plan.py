@@ -216,16 +216,16 @@ def lost_row(other: Candidate, best: Candidate, room: float) -> str:
 def layout_row(candidate: Candidate) -> str:
     """A line about a layout that fits."""
     config, step = candidate.run.config, candidate.step
-    ways = {config.model.recompute_granularity: config.model.recompute_granularity}
-    ways |= {
+    ways = {
+        config.model.recompute_granularity: config.model.recompute_granularity,
         "grads": config.parallel.sharding == "optim_grads",
         "host": config.optimizer.optimizer_cpu_offload,
     }
     again = " ".join(way for way, there in ways.items() if there) or "-"
-    numbers = (
+    return (
+        f"        {candidate.word:<28}{candidate.micro:>6}  {again:<16}"
         f"{step.total * 1e3:>10,.1f}{step.tokens_per_s:>11,.0f}{step.mfu:>7.1%}{candidate.need / 2**30:>6.1f}"
     )
-    return f"        {candidate.word:<28}{candidate.micro:>6}  {again:<16}{numbers}"
 
 
 def command_line(gpus: int, cluster: Cluster, flags: list[str], best: Candidate) -> str:

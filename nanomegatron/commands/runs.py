@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanomegatron.config.help import CommandParser
+from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.user_files import escaped, parse_toml, read_text
 from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.report.status import read_status
@@ -41,6 +41,15 @@ def main(argv: list[str]) -> int:
     first = f"no runs in {folder.absolute()}; `nanomegatron train` makes one, in runs/ where it is started"
     print(run_table(rows) if rows else first)
     return 0
+
+
+def find_run(word: str) -> Path:
+    """Return the folder of a run, runs/WORD or WORD. Raises ValueError if neither has a config.toml."""
+    folders = [path for path in (Path("runs") / word, Path(word)) if (path / "config.toml").is_file()]
+    if not folders:
+        hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
+        raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
+    return folders[0]
 
 
 def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:

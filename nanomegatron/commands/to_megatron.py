@@ -10,12 +10,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from nanomegatron.commands.runs import find_run
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import MEGATRON_DEFAULTS, OF_ONE_RUN, from_toml
-from nanomegatron.config.help import CommandParser, did_you_mean
+from nanomegatron.config.help import CommandParser
 from nanomegatron.config.megatron import megatron_flags, refused_together
 from nanomegatron.config.rules import Rules, declared, flag, holds, items, spelled, values_of
 from nanomegatron.config.settings import Config
@@ -44,12 +44,9 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("nanomegatron to-megatron", description=__doc__.partition("\n")[0])
     parser.add_argument("run", metavar="RUN", help="a name in runs/, or a folder with a config.toml")
     word = parser.parse_args(argv).run
-    paths = [path / "config.toml" for path in (Path("runs") / word, Path(word))]
     try:
-        if not (found := [path for path in paths if path.is_file()]):
-            hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
-            raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
-        print(script(with_tokenizer(from_toml(read_text(found[0])))))
+        config = from_toml(read_text(find_run(word) / "config.toml"))
+        print(script(with_tokenizer(config)))
     except (OSError, ValueError) as error:
         print(escaped(f"nanomegatron to-megatron: {word}: {error}"), file=sys.stderr)
         return 2
