@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from safetensors.torch import save_file
 
 import convert
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
+from nanomegatron.checkpoint.convert_target import new_files
 from nanomegatron.checkpoint.files import Piece
-from nanomegatron.checkpoint.hf import Folder
+from nanomegatron.checkpoint.hf import Folder, folder_tokenizer
 from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.dp import Buckets
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.model import GPTModel
@@ -211,6 +214,23 @@ def test_a_model_trained_here_is_one_of_transformers(tmp_path, family):
         new.spec = old.spec
     load(tmp_path / "back", training_pieces(params, {}, ALONE), ALONE)
     assert all(torch.equal(new, old) for new, old in zip(params, model.parameters(), strict=True))
+
+
+def test_a_tokenizer_without_a_file_there_is_named_as_generate_takes_it(tmp_path):
+    """A text that is given without it is refused, and the flags are named there, too."""
+    write_ranks(tmp_path / "bytes.tiktoken", [bytes([i]) for i in range(256)])
+    flags = f"--tokenizer-type TikTokenizer --tokenizer-model {tmp_path}/bytes.tiktoken"
+    tokenizer = build_tokenizer("TikTokenizer", str(tmp_path / "bytes.tiktoken"))
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    config = build_config(sizes)
+    source = SimpleNamespace(
+        root=tmp_path, config=config, vocab_size=257, state={"tokenizer": tokenizer.spec}
+    )
+    assert new_files(source)[1] == [
+        f"without a tokenizer: a TikTokenizer has no file; generate takes {flags}"
+    ]
+    with pytest.raises(ValueError, match="'def': without a tokenizer text is ids.*with --tokenizer-type and"):
+        folder_tokenizer(tmp_path, 257).encode("def")
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,13 @@ from nanomegatron.checkpoint.streams import (
 from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.config.hf import effective, settings_of, to_hf
 from nanomegatron.config.megatron import only_here
+from nanomegatron.config.rules import spelled
 from nanomegatron.config.user_files import read_json
 from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 
-WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"), 0)
-WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
+WEIGHTS_ONLY = dict(iteration=0, consumed_samples=0, skipped_samples=0, optimizer={}, circumstances={})
+# Of a tokenizer's description, what `generate` takes as settings.
+SPEC_SETTINGS = {"type": "tokenizer_type", "model": "tokenizer_model", "vocab_size": "vocab_size"}
 
 
 def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
@@ -175,16 +177,19 @@ def new_files(source: SourceModel) -> tuple[dict[str, bytes], list[str]]:
         if "tokenizer" not in source.state:
             raise ValueError(f"{source.root} has none")
         tokenizer = tokenizer_from_spec(source.state["tokenizer"], beside=source.root)
-        eod, names = tokenizer.eod, TOKENIZER_FILES.get(tokenizer.spec["type"], {})
-        files = {name: Path(tokenizer.spec[key]) for key, name in names.items()}
-        for path in [path.with_name("tokenizer_config.json") for path in files.values()]:
-            files |= {path.name: path} if path.is_file() else {}
-        notes = [] if files else [f"without a tokenizer: a {tokenizer.spec['type']} has no file for it"]
+        eod, spec = tokenizer.eod, tokenizer.spec
+        files = {name: Path(spec[key]) for key, name in TOKENIZER_FILES.get(spec["type"], {}).items()}
+        beside = [path.with_name("tokenizer_config.json") for path in files.values()]
+        files |= {path.name: path for path in beside if path.is_file()}
+        flags = " ".join(spelled(name, spec[key]) for key, name in SPEC_SETTINGS.items() if key in spec)
+        notes = (
+            [] if files else [f"without a tokenizer: a {spec['type']} has no file; generate takes {flags}"]
+        )
     except ValueError as error:
         notes = [f"without a tokenizer: {error}"]
     table = to_hf(replace(config, data=replace(config.data, vocab_size=source.vocab_size)), eod)
-    not_kept = (HEADER, ".index.json")
-    kept = {p.name: p for p in (source.root / "hf").glob("*") if not p.name.endswith(not_kept)}
+    before = (source.root / "hf").glob("*")
+    kept = {p.name: p for p in before if not p.name.endswith((HEADER, ".index.json"))}
     if theirs := kept.pop("config.json", None):
         table = same_model(read_json(theirs), table)
     data = {name: path.read_bytes() for name, path in (files | kept).items()}
@@ -194,8 +199,7 @@ def new_files(source: SourceModel) -> tuple[dict[str, bytes], list[str]]:
 def same_model(theirs: dict, ours: dict) -> dict:
     """Return the config.json that training began with, with the present dtype; ours if the model changed."""
     before, now = (build_config(settings_of(table)) for table in (theirs, ours))
-    same = effective(before.model) == effective(now.model)
-    if not same or before.data.vocab_size != now.data.vocab_size:
+    if effective(before.model) != effective(now.model) or before.data.vocab_size != now.data.vocab_size:
         return ours | {key: value for key, value in theirs.items() if key.endswith("_token_id")}
     return theirs | {"dtype" if "dtype" in theirs else "torch_dtype": ours["torch_dtype"]}
 

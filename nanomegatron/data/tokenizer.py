@@ -121,7 +121,10 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise ValueError(f"{text[:40]!r}: without the data's tokenizer text is ids: '5 7 9'") from None
+            raise ValueError(
+                f"{text[:40]!r}: without a tokenizer text is ids, '5 7 9'; for words give that of the data "
+                "with --tokenizer-type and --tokenizer-model"
+            ) from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"id {i} is outside 0..{self.vocab_size - 1}; raise --vocab-size")
