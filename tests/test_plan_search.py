@@ -147,6 +147,7 @@ def test_tensor_parallelism_stays_inside_a_node():
     "flags, world", [(EIGHT_B, 8), (SEVENTY_B, 64), ("--config mixtral-8x7b --vocab-size 32000", 32)]
 )
 def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
+    """And it has data, of which a note says how to give others."""
     assert plan.main([*flags.split(), "--gpus", str(world), "--gpu", "h100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = lines[next(i for i, line in enumerate(lines) if "ms a step" in line) + 1]
@@ -155,6 +156,7 @@ def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
     parsed = parse(words[words.index("train.py") + 1 :])
     assert parsed.config.run.nproc == (world if world <= 8 else None)
     assert parsed.errors == () and not validate(parsed.config, world, "cuda")
+    assert parsed.config.data.mock_data and any("--data-path PREFIX" in line for line in lines)
     run = Planned(resolve(parsed.config, world), parsed.config.data.vocab_size, Machine(), world)
     assert f"{step_time(run, H100).total * 1e3:,.1f}" in row and f"{run.need / 2**30:.1f}" in row
 
@@ -174,6 +176,17 @@ def test_a_thousand_gpus_take_few_calls(model, layouts, millions):
         searched, f"--config {model} --global-batch-size 1024 --vocab-size 128256", 1024
     )
     assert len(fits) > layouts and pstats.Stats(profile).total_calls < 1e6 * millions
+
+
+def test_a_gpu_without_rates_gets_no_search_and_is_told_why(capsys):
+    """And which names have rates; data that were given are the command's."""
+    for gpu, why in (["--gpu", "RTX 4090"], "the rates of RTX 4090 are not known"), ([], "no --gpu is given"):
+        plan.main([*EIGHT_B.split(), "--gpus", "8", *gpu])
+        first, second, *_ = capsys.readouterr().out.splitlines()
+        assert f"note    {why}" in first and "no layouts are searched" in first
+        assert "--gpu B200, H200, H100, A100, or a --cluster FILE" in second
+    plan.main([*EIGHT_B.split(), "--gpus", "8", "--gpu", "A100", "--tokenizer-type", "ByteTokenizer"])
+    assert "--mock-data" not in capsys.readouterr().out
 
 
 def test_no_layout_fits(capsys):
@@ -425,6 +438,7 @@ def test_a_simpler_layout_wins_though_another_is_a_little_faster():
     best, other = fits[0], min(fits, key=lambda c: c.step.total)
     gain = f"{1 - other.step.total / best.step.total:.1%}"
     assert other.step.total < best.step.total and best.rank < other.rank
+    assert fits == sorted(fits, key=lambda c: c.rank)
     assert disadvantage(other, best, 1) == f"faster by {gain}, less than its further dimensions have to gain"
 
 

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     args, found = parser.parse_args(argv), [*examine()]
     marks = Counter(mark for mark, *_ in found)
     if args.json:
-        keys = "mark name found cost fix".split()
-        print(json.dumps({"version": __version__, "findings": [dict(zip(keys, f)) for f in found]}, indent=1))
+        findings = [dict(zip(("mark", "name", "found", "cost", "fix"), f)) for f in found]
+        print(json.dumps({"version": __version__, "findings": findings}, indent=1))
     else:
         print(f"nanomegatron {__version__} in {Path(__file__).resolve().parents[1]}")
         print(*(as_text(*finding) for finding in found), sep="\n")

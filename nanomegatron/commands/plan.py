@@ -28,7 +28,7 @@ from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
 from nanomegatron.flops import parameter_count
-from nanomegatron.plan.cluster import Cluster, load_cluster
+from nanomegatron.plan.cluster import CLUSTERS, Cluster, load_cluster
 from nanomegatron.plan.draw import text_bars
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
@@ -50,6 +50,11 @@ from nanomegatron.schedules import simulate
 
 EMBEDDED = 4096  # token ids of the text that a run without data takes: preprocess.prepare_embedded
 TEXT = "data_path data_args_path train_data_path tokenizer_type".split()  # settings that name a tokenizer
+RATED = [gpu for gpu, *_ in PEAKS if (CLUSTERS / f"{gpu.casefold()}.toml").is_file()]
+HEADS = (
+    f"        {'layout':<28}{'micro':>6}  {'to make room':<16}"
+    f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
+)
 LAYOUTS_SHOWN = 5  # layouts that fit, and half as many that do not
 PICTURES = (".png", ".svg", ".pdf")
 GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB of GPUs that there are
@@ -75,9 +80,14 @@ def main(argv: list[str]) -> int:
         cluster = chosen_cluster(args, gib) if args.gpus or args.simulate else None
         if cluster is not None and args.gpus:
             return choose_layout(args, flags, parsed, cluster)
-        if cluster is None and (number := args.gpus or args.simulate):
-            what = f"{card or 'the GPU'}: its rates are not known; give a --cluster FILE, or another --gpu"
-            parsed.notes.append(f"memory of the flags' layout on {number} GPUs alone, no times: {what}")
+        if cluster is None and (args.gpus or args.simulate):
+            why = f"the rates of {card} are not known" if card else "no --gpu is given, and none is here"
+            parsed.notes.extend(
+                (
+                    f"{why}: no layouts are searched, only the memory of the flags' layout is known",
+                    f"for layouts, times and a command: --gpu {', '.join(RATED)}, or a --cluster FILE",
+                )
+            )
         run = planned_run(parsed, args.simulate or args.gpus)
     except BrokenPipeError:
         raise  # for verbs.py
@@ -93,9 +103,8 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the flags of training."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser("nanomegatron plan", None, __doc__, formatter_class=form)
-    parser.allow_abbrev = False
+    form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = CommandParser("nanomegatron plan", None, __doc__, **form)
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="GPUs of all machines; with --gpu: search their layouts")
     add("--simulate", type=int, metavar="N", help="what N GPUs do in the layout of the flags")
@@ -137,7 +146,8 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     """
     if parsed.errors:
         raise ConfigError(list(parsed.errors))
-    vocab, batch = vocabulary(parsed.config.data) or EMBEDDED, parsed.config.data.global_batch_size
+    data = parsed.config.data
+    vocab, batch = vocabulary(data) or EMBEDDED, data.global_batch_size
     try:
         size = model_size(parsed.config, vocab)
     except (TypeError, ZeroDivisionError):  # of settings that are missing or wrong
@@ -145,40 +155,43 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     if batch is None:
         batch = usual_batch(parsed, vocab, args.gpus)
         parsed.notes.append(f"--global-batch-size {batch}: none was given")
-        data = replace(parsed.config.data, global_batch_size=batch)
+        data = replace(data, global_batch_size=batch)
         parsed = replace(parsed, config=replace(parsed.config, data=data))
         flags = [*flags, "--global-batch-size", str(batch)]
+    if data.vocab_size and not any(getattr(data, name) for name in (*TEXT, "mock_data")):
+        parsed.notes.append("--mock-data, random tokens: no data were given; --data-path PREFIX takes yours")
+        flags = [*flags, "--mock-data"]
     found = Search(parsed, vocab, args.gpus, cluster)
     fits, others = found.run()
     if not (fits or others) and (errors := validate(parsed.config, args.gpus, "cuda")):
         raise ConfigError(errors)  # sizes that no check allows are no lack of memory
-    best, data = found.valid(fits, LAYOUTS_SHOWN), parsed.config.data
+    best = found.valid(fits, LAYOUTS_SHOWN)
     show(*(f"note    {note}" for note in parsed.notes))
     print(f"model   {parsed.preset or 'of the flags'}: {count_text(size)} params, {parsed.config.dtype_name}")
     print(f"batch   {batch} x {data.seq_length} tokens")
-    room, number = f"{FILLED * cluster.memory_gb:.0f} of {cluster.memory_gb:.0f} GiB used", len(fits)
-    found_text = f"{number} layout{'s' * (number != 1)} fit{'s' * (number == 1)}"
+    number = len(fits)
     print(
-        f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node, {room} at most: {found_text}"
+        f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node, "
+        f"{FILLED * cluster.memory_gb:.0f} of {cluster.memory_gb:.0f} GiB used at most: "
+        f"{number} layout{'s' * (number != 1)} fit{'s' * (number == 1)}"
     )
     lost = others[: LAYOUTS_SHOWN // 2 if best else LAYOUTS_SHOWN]
     if best:
-        heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
-        rows = map(layout_row, best)
-        show(f"        {'layout':<28}{'micro':>6}  {'to make room':<16}{heads}", *rows)
-        show(f"        the best first; a further dimension has to gain {COMPLEXITY:.1%} of a step")
+        show(HEADS, *map(layout_row, best))
+        print(f"        the best first; a further dimension or recomputation has to gain {COMPLEXITY:.1%}")
         show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *lost]))
         show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
         print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
     else:
-        need = f"weights and gradients alone take {6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
         show(*(lost_row(c, c, found.room) for c in lost))
-        print(f"no fit  {need}; take more GPUs, or larger ones")
+        need = f"{6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
+        print(f"no fit  weights and gradients alone take {need}; take more GPUs, or larger ones")
     if args.plot and not (best or lost):
         print(f"note    --plot {args.plot}: nothing to draw, no layout comes near to fitting")
     elif args.plot:
-        where = f"{args.gpus} x {cluster.gpu}, sequence length {data.seq_length}"
-        title = f"{parsed.preset or 'Layouts'} on {where}"
+        title = (
+            f"{parsed.preset or 'Layouts'} on {args.gpus} x {cluster.gpu}, sequence length {data.seq_length}"
+        )
         draw_plan([*best, *lost], cluster.gpu, cluster.memory_gb, title, args.plot)
         print(f"plot    {args.plot}")
     return 0 if best else 1
@@ -194,8 +207,8 @@ def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
     if other and other.step and not validate(other.run.config, search.world, "cuda"):
         step = step_time(other.run, search.cluster)
         if step.total < best.step.total:
-            times = f"{step.total * 1e3:,.1f} ms, {best.step.total / step.total:.2f} times as fast"
-            yield f"fp8     {times}: {other.flags()}"
+            times = best.step.total / step.total
+            yield f"fp8     {step.total * 1e3:,.1f} ms, {times:.2f} times as fast: {other.flags()}"
 
 
 def show(*lines: str) -> None:

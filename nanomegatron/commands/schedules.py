@@ -28,8 +28,11 @@ def main(argv: list[str]) -> int:
         timeline = simulate(lists, placed, costs)
         print(text(timeline, colour=sys.stdout.isatty()))
         if args.picture:
-            title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
-            draw_timeline(timeline, args.picture, title)
+            draw_timeline(
+                timeline,
+                args.picture,
+                f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches",
+            )
     except BrokenPipeError:
         raise  # for verbs.py
     except (ValueError, ImportError, OSError) as error:
