@@ -55,7 +55,7 @@ from nanomegatron.faults.health import Health
 from nanomegatron.faults.history import check_history, is_done
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
-from nanomegatron.faults.refused import REFUSED, absent_folders, remove_new_folders
+from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
@@ -70,6 +70,7 @@ from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
+from nanomegatron.report.status import read_status
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.report.timers import Clock
 from nanomegatron.report.writers import timestamp
@@ -114,11 +115,11 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print_errors(error, world.rank)
         return BAD_CONFIG
-    absent = [] if world.rendezvous else absent_folders(config)  # torchrun's scripts read status.json
+    absent, earlier = absent_folders(config), read_status(config.run.folder / "status.json", lambda _: None)
     alone = (config.run.nproc or 1) == 1 or world.size > 1
     code = run_rank(world, argv) if alone else launch_ranks(config, argv)
-    if code in REFUSED:
-        remove_new_folders(config, absent)
+    if code in REFUSED and not world.rendezvous:  # torchrun's scripts read status.json
+        undo_start(config, absent, earlier)
     return code
 
 

@@ -9,7 +9,8 @@ import pytest
 import train
 from nanomegatron.faults.exit import NO_CHECKPOINT
 from nanomegatron.faults.lock import lock
-from nanomegatron.faults.refused import absent_folders, remove_new_folders
+from nanomegatron.faults.refused import absent_folders, undo_start
+from nanomegatron.mesh import World
 from nanomegatron.report.status import write_status
 from tests.test_run_history import RUN, place, six  # noqa: F401 (fixtures)
 from tests.test_train import arguments, corpus, finished, output_of, start  # noqa: F401 (a fixture)
@@ -64,6 +65,35 @@ def test_a_refused_start_changes_no_folder_that_was_there(corpus, place):  # noq
     assert json.loads(after[f"{RUN}/status.json"])["exit_code"] == train.BAD_CONFIG
 
 
+@pytest.mark.parametrize("code", [train.BAD_CONFIG, NO_CHECKPOINT, train.DONE])
+def test_a_start_with_wrong_settings_leaves_the_status_of_a_run_that_is_there(code, tmp_path, monkeypatch):
+    """One that finds no checkpoint is said there, and so is one that runs; under torchrun all are."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("runs/mine/status.json")
+    path.parent.mkdir(parents=True)
+    earlier = dict(state="done", exit_code=0, iteration=6, checkpoint="runs/mine/ckpt")
+
+    def ends(world, argv) -> int:
+        write_status(path, earlier | dict(state="failed" if code else "done", exit_code=code, message="it"))
+        return code
+
+    monkeypatch.setattr(train, "run_rank", ends)
+    for store in "", "tcp://here:1":
+        write_status(path, earlier)
+        monkeypatch.setattr(train.World, "from_environment", lambda store=store: World(0, 1, 0, store))
+        assert train.main(["--mock-data", "--vocab-size", "99", "--run-name", "mine"]) == code
+        facts = json.loads(path.read_text())
+        expected = earlier if code == train.BAD_CONFIG and not store else facts
+        assert {key: facts[key] for key in expected} == expected and ("message" in facts) == (
+            expected == facts
+        )
+    path.write_text("of a run that holds the folder")
+    with lock(path.parent.absolute()):
+        write_status(path, dict(state="running", exit_code=train.BAD_CONFIG))
+        undo_start(train.parse(["--run-name", "mine", "--save", "x"]).config, [], earlier)
+    assert json.loads(path.read_text())["state"] == "running"
+
+
 @pytest.mark.parametrize("what", ("in use", "has failed", "has steps", "has a file of the user"))
 def test_folders_of_another_start_stay(what, tmp_path, monkeypatch):
     """One that came while this one looked: whatever this one ends with."""
@@ -79,11 +109,11 @@ def test_folders_of_another_start_stay(what, tmp_path, monkeypatch):
         write_status(folder / "status.json", dict(state="failed", exit_code=1))
     elif what != "in use":
         (folder / ("metrics.jsonl" if what == "has steps" else "notes")).write_text("{}\n")
-    remove_new_folders(config, absent)
+    undo_start(config, absent, {})
     assert folder.is_dir() and (folder / "log.txt").exists() == (what != "has a file of the user")
     if held:
         held.close()
-        remove_new_folders(config, absent)
+        undo_start(config, absent, {})
         assert not (tmp_path / "runs").exists()
 
 

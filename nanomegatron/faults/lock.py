@@ -46,8 +46,12 @@ def settings_in(folder: Path) -> Config | None:
         if None in (config.model.num_layers, config.run.train_iters):  # of the first and the last part
             raise ValueError("it is cut short")
     except (OSError, ValueError) as error:
-        fix = "if this command has the settings of the run in there, remove the file, it is written again"
-        raise ConfigError([f"{path}: damaged ({error}); {fix}; or choose another --run-name"]) from None
+        raise ConfigError(
+            [
+                f"{path}: damaged ({error}); if this command has the settings of the run in there, "
+                "remove the file, it is written again; or choose another --run-name"
+            ]
+        ) from None
     return config
 
 

@@ -59,8 +59,10 @@ class Streak:
         if text and not self.count:
             self._keep()
         if self.count and self.log:
-            found = f"{self.path}: {self.count} in a row, from step {self.first} on, were not finite"
-            self.log.line(f"note    {found}; the count continues (other settings begin a new one)")
+            self.log.line(
+                f"note    {self.path}: {self.count} in a row, from step {self.first} on, were not finite; "
+                "the count continues (other settings begin a new one)"
+            )
 
     def add(self, iteration: int, text: str) -> None:
         """Count a bad step; text: what is said of it."""
