@@ -43,8 +43,10 @@ def evaluate(run: Run, split: str = "validation") -> None:
         execute(run.model, step, len(batches), shape, forward_only=True)
         run.mesh.traffic.end_step()
         empty_unused_memory(run, level=1)
-    local_total = total if run.model.is_loss_rank else torch.zeros_like(total)
-    loss, tokens = comm.read(comm.all_reduce_(local_total, run.mesh.world), run.mesh.world)
+    loss, tokens = comm.read(
+        comm.all_reduce_(total if run.model.is_loss_rank else torch.zeros_like(total), run.mesh.world),
+        run.mesh.world,
+    )
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
     run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)

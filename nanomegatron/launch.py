@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
-from nanomegatron.mesh import World
+from nanomegatron.mesh import World, threads_given
 
 GRACE = 10.0  # seconds that ranks have to exit once one has failed, or after a second signal
+SMALL = 10_000_000  # parameters of a model that one thread computes as fast as several
 ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 UNSEEN = 255  # exit code of a rank whose own one is not known: the fork server was killed
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,12 +55,13 @@ def launch(
     are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them: they get one that
     is sent to the process group, as Ctrl-C is, twice. GRACE seconds after a second one those that are left
     are killed. hold: a rank gets no signal until the worker calls `take_signals`. Each computes with
-    `threads` threads (its share of the cores). If a rank has failed, `blame(rank, codes, running)` gets the
-    first one, all exit codes, and the ranks that had to be killed; codes in `fine` are no failure.
+    `threads` threads (OMP_NUM_THREADS, else its share of the cores). If a rank has failed,
+    `blame(rank, codes, running)` gets the first one, all exit codes, and the ranks that had to be killed;
+    codes in `fine` are no failure.
     """
     worker = _by_real_name(worker)
     context = _context(worker)
-    threads = threads or max(1, (os.cpu_count() or 1) // nproc)
+    threads = threads or threads_given() or max(1, (os.cpu_count() or 1) // nproc)
     heard = passed_on()
     with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder, _noted(heard) as notes:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
@@ -90,6 +92,15 @@ def launch(
     if blame and first is not None:
         blame(first, codes, running)
     return codes
+
+
+def one_thread_if_small(parameters: int) -> None:
+    """Let this process compute with one thread if its model is SMALL, unless OMP_NUM_THREADS is set.
+
+    Several wait for each other in each operation, which takes many times as long where others use the cores.
+    """
+    if parameters <= SMALL and not threads_given():
+        torch.set_num_threads(1)
 
 
 def passed_on() -> list[int]:
@@ -268,9 +279,9 @@ def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...], notes: list
         if first is None and failed:  # before the wait: it may have failed already
             first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
             end = min(end, time.monotonic() + GRACE)
-        left = max(0.0, end - time.monotonic())
+        left = None if end == math.inf else max(0.0, end - time.monotonic())
         waited = [*notes, *(process.sentinel for process in alive)]
-        if not alive or not (ready := connection.wait(waited, None if left == math.inf else left)):
+        if not alive or not (ready := connection.wait(waited, left)):
             return first
         noted = os.read(notes[0], 512) if notes and notes[0] in ready else b""
         for number in filter(PASSED_ON.__contains__, noted):

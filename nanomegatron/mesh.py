@@ -159,8 +159,12 @@ class World:
         if "RANK" not in os.environ:
             return World()
         rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        agent = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
-        return World(rank, size, local, "env://", agent)
+        return World(rank, size, local, "env://", os.getppid() * ("TORCHELASTIC_RESTART_COUNT" in os.environ))
+
+
+def threads_given() -> int:
+    """Return the threads that OMP_NUM_THREADS asks for; 0 if it is not set."""
+    return torch.get_num_threads() * ("OMP_NUM_THREADS" in os.environ)
 
 
 def pick_device(asked: str, world: World) -> torch.device:
@@ -386,7 +390,12 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     # torch warns that a group of two ranks sends its messages one after the other: a link is meant to.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    dist.init_process_group(
+        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+    )

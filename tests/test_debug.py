@@ -184,8 +184,10 @@ def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch
     facts = json.loads((tmp_path / "found").read_text())
     assert facts["ranks"] == [0, 1] and facts["kind"] == "output" and facts["step"] == 1
     moved = "tp1, weights moved by rounding"
-    lines = [f"run {i} of 4: {run}\n" for i, run in enumerate(("tp1", moved, moved, "tp2"), 1)]
-    assert (tmp_path / "lines").read_text() == "".join(lines)
+    lines = [f"run {i} of 4: {run}" for i, run in enumerate(("tp1", moved, moved, "tp2"), 1)]
+    parts = [line.rpartition(", ") for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line for line, _, _ in parts] == lines
+    assert all(re.fullmatch(r"\d+\.\d s", seconds) for _, _, seconds in parts)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
 from nanomegatron import launch as mesh_launch
@@ -37,6 +38,18 @@ def held_back(world: World, folder: Path, launcher: int) -> int:
 def test_a_signal_waits_until_a_rank_has_its_handlers(to_all, codes, tmp_path):
     found = launch(held_back, 2, (tmp_path, os.getpid() * to_all), timeout=30, hold=True, fine=(0, 40, 41))
     assert found == codes
+
+
+def threads_here(world: World) -> int:
+    """40 + the threads that this rank computes with."""
+    return 40 + torch.get_num_threads()
+
+
+def test_the_user_says_how_many_threads_compute(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert launch(threads_here, 1, fine=(43,), timeout=30) == [43]
+    assert launch(threads_here, 1, fine=(41,), timeout=30, threads=1) == [41]
 
 
 def never_listens(world: World, folder: Path, launcher: int) -> int:

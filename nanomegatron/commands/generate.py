@@ -39,7 +39,7 @@ from nanomegatron.data.tokenizer import (
 from nanomegatron.fast.decode import decoder, linear, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
-from nanomegatron.launch import launch
+from nanomegatron.launch import launch, one_thread_if_small
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
@@ -68,18 +68,20 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         device = pick_device(args.device, world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
-        mesh = Mesh.build(ParallelConfig(**sizes), world, device)
+        parallel = ParallelConfig(tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp)
+        mesh = Mesh.build(parallel, world, device)
         flags = args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size
         given = build_tokenizer(args.tokenizer_type, *flags) if args.tokenizer_type else None
         model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say, given)
+        one_thread_if_small(sum(p.numel() for p in model.parameters()))
         args.sampling = args.sampling._replace(stops=stops_of(args.load, tokenizer))
         if args.tokenizer_hf_no_include_special_tokens:
             tokenizer = with_special_tokens(tokenizer, False)
         encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)
         if encode is None:
-            kind = tokenizer.spec["type"]
-            raise ValueError(f"--parse-special-tokens: {kind} has none in a text; leave it out")
+            raise ValueError(
+                f"--parse-special-tokens: {tokenizer.spec['type']} has none in a text; leave it out"
+            )
         args.encode = lambda prompt: prompt_ids(tokenizer, encode(prompt))
         for note in around_a_prompt(tokenizer):
             say(note)
@@ -187,11 +189,12 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     took = time.perf_counter() - start
     if show:
-        shown = (
-            tokenizer.decode(text[hidden_ids(tokenizer, prompt) :])
-            for text, prompt in zip(texts, prompts, strict=True)
+        print(
+            "\n---\n".join(
+                readable(tokenizer.decode(text[hidden_ids(tokenizer, prompt) :]))
+                for text, prompt in zip(texts, prompts, strict=True)
+            )
         )
-        print("\n---\n".join(map(readable, shown)))
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
         full = "; the model's positions are full" * (model.config.max_position_embeddings in map(len, texts))
@@ -208,7 +211,9 @@ def readable(text: str) -> str:
 
 def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Continue each line of stdin, printing tokens as they are sampled; a terminal shows a prompt sign."""
-    sign = "> " if sys.stdin.isatty() else ""
+    sign = "> " * sys.stdin.isatty()
+    if sign:
+        print("prompts, one a line, end with Ctrl-D; or give --prompt TEXT", file=sys.stderr)
     seeds = itertools.count(args.seed)
     while True:
         print(sign, end="", flush=True)

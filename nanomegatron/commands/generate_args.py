@@ -41,9 +41,13 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the random choices")
     add("--num-samples", type=int, default=1, help="continuations of each prompt")
     add("--nproc", type=int, help="processes to start on this machine; --tp x --pp")
-    tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-    add("--tp", tp, type=int, help="processes that share each layer; --nproc / --pp")
-    add("--pp", pp, type=int, default=1, help="pipeline stages")
+    add(
+        "--tp",
+        "--tensor-model-parallel-size",
+        type=int,
+        help="processes that share each layer; --nproc / --pp",
+    )
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
     add(
         "--tokenizer-type",
         choices=TOKENIZER_FLAGS,

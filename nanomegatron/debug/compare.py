@@ -161,8 +161,10 @@ class Comparison:
         return step, phase, -at if phase == 2 else at, kind == UNREDUCED, name
 
     def _limit(self, key: Key) -> float:
-        largest = float(first_copy(self.reference[key]).norm(dim=-1).max())
-        return max(FACTOR * self.levels.get(key, 0.0), self.eps * largest)
+        return max(
+            FACTOR * self.levels.get(key, 0.0),
+            self.eps * float(first_copy(self.reference[key]).norm(dim=-1).max()),
+        )
 
     def _rows(self, key: Key, copy: Copy) -> torch.Tensor:
         """The rows in which a copy differs -> bool `[samples, tokens]` or `[rows]`"""

@@ -51,9 +51,15 @@ def save_pieces(pieces: list[Recorded], order: Order, path: Path) -> None:
     facts = [(*p[:5], [len(i) for i in p.place], p.shape) for p in pieces]
     data = torch.cat([p.data.flatten().float() for p in pieces])
     places = torch.cat([i for p in pieces for i in p.place])
-    text = json.dumps({"facts": facts, "order": [(*key, *at) for key, at in order.items()]})
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"data": data, "places": places, "text": text}, path)
+    torch.save(
+        {
+            "data": data,
+            "places": places,
+            "text": json.dumps({"facts": facts, "order": [(*key, *at) for key, at in order.items()]}),
+        },
+        path,
+    )
 
 
 def load_pieces(folder: Path) -> tuple[list[Recorded], Order]:
@@ -63,8 +69,7 @@ def load_pieces(folder: Path) -> tuple[list[Recorded], Order]:
         saved = torch.load(path, weights_only=True)
         text = json.loads(saved["text"])
         order |= {(kind, name): (stage, at) for kind, name, stage, at in text["order"]}
-        sizes = [n for fact in text["facts"] for n in fact[5]]
-        places = iter(saved["places"].split(sizes))
+        places = iter(saved["places"].split([n for fact in text["facts"] for n in fact[5]]))
         counts = [math.prod(lens) for *_, lens, _ in text["facts"]]
         for (*key, rank, copy, lens, shape), data in zip(
             text["facts"], saved["data"].split(counts), strict=True

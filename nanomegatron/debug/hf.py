@@ -105,8 +105,18 @@ class HfRecorder:
     def _add_param(self, kind: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
         if (place := self.places[name]).name in tensors:
             ours = place.ours(tensors[place.name].detach())
-            at = [torch.arange(ours.numel())]
-            self.pieces.append(Recorded(0, kind, name, 0, (), at, list(ours.shape), ours.flatten().clone()))
+            self.pieces.append(
+                Recorded(
+                    step=0,
+                    kind=kind,
+                    name=name,
+                    rank=0,
+                    copy=(),
+                    place=[torch.arange(ours.numel())],
+                    shape=list(ours.shape),
+                    data=ours.flatten().clone(),
+                )
+            )
 
 
 def owner_of(name: str) -> str:

@@ -183,8 +183,18 @@ class Recorder(NoTracer):
             places = places.chunk(tp.size)[tp.rank]
         samples = batch.sample_ids.cpu() - self.run.next_batch().first
         place = [samples, places, torch.arange(first, first + x.shape[2])]
-        data = x.detach().transpose(0, 1).cpu().clone()
-        self.pieces.append(Recorded(self.step, kind, name, self.mesh.rank, copy, place, [], data))
+        self.pieces.append(
+            Recorded(
+                self.step,
+                kind,
+                name,
+                self.mesh.rank,
+                copy,
+                place,
+                shape=[],
+                data=x.detach().transpose(0, 1).cpu().clone(),
+            )
+        )
 
     # Parameters.
 

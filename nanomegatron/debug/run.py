@@ -7,8 +7,9 @@ layout B    1 run
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference,
 from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
 from nanomegatron.debug.hf import HfRecorder
 from nanomegatron.debug.record import Recorder
-from nanomegatron.launch import launch
+from nanomegatron.flops import parameter_count
+from nanomegatron.launch import launch, one_thread_if_small
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
@@ -73,13 +75,28 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
     paths = paths_for(config, mesh)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
+    one_thread_if_small(sum(p.numel() for p in model.parameters()))
     if config.checkpoint.load:
         load_weights(config.checkpoint.load, model.parameters(), config.model, vocab_size)
     perturb(model, seed)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
-    parts = (config, mesh, None, tokenizer, datasets, loaders, model, grads, optimizer)
-    return Run(*parts, before, [], profile=None, reporter=None, health=None)
+    return Run(
+        config,
+        mesh,
+        log=None,
+        tokenizer=tokenizer,
+        datasets=datasets,
+        loaders=loaders,
+        model=model,
+        grads=grads,
+        optimizer=optimizer,
+        samples_before=before,
+        data_samples=[],
+        profile=None,
+        reporter=None,
+        health=None,
+    )
 
 
 @torch.no_grad()
@@ -134,16 +151,18 @@ def record_rank(
     """One rank: run all steps for each seed, and write what was recorded to folder/SEED/rankN.
 
     hf: a folder whose model transformers runs, too; what it computes goes to folder/hf. lines: what rank 0
-    prints as each of these runs begins.
+    prints as each of these runs begins; as it ends, its seconds.
     """
     device = pick_device(parse(argv).config.run.device, world)
     config = checked(argv, world.size, device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
-    shown = iter(lines if world.rank == 0 else ())
+    say = partial(print, file=sys.stderr, flush=True) if lines and world.rank == 0 else lambda *_, **__: None
+    shown = iter(lines)
     for seed in seeds:
-        print(*islice(shown, 1), sep="", end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        say(next(shown, ""), end="")
         run = build_run(config, mesh, seed)
         if run.model.on_gpu and mesh.pp.size > 1:
             warm_up_step(run)
@@ -160,9 +179,12 @@ def record_rank(
         finally:  # what a step has computed before it failed may say why
             run.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
+            say(f", {time.perf_counter() - start:.1f} s")
     if hf:
-        print(*islice(shown, 1), sep="", end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        say(next(shown, ""), end="")
         save_pieces(HfRecorder(build_run(config, mesh, 0), hf).record(), {}, folder / "hf/rank")
+        say(f", {time.perf_counter() - start:.1f} s")
     Mesh.close()
     return 0
 
@@ -183,17 +205,17 @@ def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference |
         raise ValueError(f"--b {b.word} is the same as --a {a.word}: give another layout, such as --b tp2")
     moved = f"{a.word}, weights moved by rounding"
     runs = [a.word, moved, moved, *(["transformers"] if hf else []), b.word]
-    lines = [f"run {i} of {len(runs)}: {run}\n" for i, run in enumerate(runs, 1)]
+    lines = [f"run {i} of {len(runs)}: {run}" for i, run in enumerate(runs, 1)]
+    one_thread_if_small(parameter_count(a.config.model, a.config.data.vocab_size or 0))
     with tempfile.TemporaryDirectory(prefix="debug-") as name:
         folder = Path(name)
         failed = record_layout(a, folder / "a", SEEDS, hf, lines[:-1])
-        if not failed:
-            failed = record_layout(b, folder / "b", (0,), None, lines[-1:])
-            found = first_difference(folder, a.config, bool(failed))
-            if failed:
-                return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
-    if failed:
-        raise RuntimeError(failed)
+        if failed:
+            raise RuntimeError(failed)
+        failed = record_layout(b, folder / "b", (0,), None, lines[-1:])
+        found = first_difference(folder, a.config, bool(failed))
+        if failed:
+            return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
     return found
 
 
