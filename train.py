@@ -167,8 +167,9 @@ def with_text(parsed: Parsed) -> DataConfig:
     if data.tokenizer_type:
         raise ConfigError([f"--tokenizer-type {data.tokenizer_type}: give --data-path, data made with it"])
     text = prepare_embedded()
-    notes = ("text: the Python standard library's own sources", text.note)
-    parsed.notes.append("; ".join(filter(None, notes)))
+    parsed.notes.append(
+        "text: the Python standard library's own sources" + f"; {text.note}" * bool(text.note)
+    )
     return replace(
         data,
         train_data_path=(text.train_prefix,),
@@ -408,13 +409,16 @@ def finish(run: Run) -> int:
         code = preempted(log, text, iteration=run.iteration)
         draw_pictures(run)  # the run is saved and its state is written, should a second signal come now
         return code
-    prompt, held_out = None, run.datasets[1] or run.datasets[0]
-    if not config.data.mock_data:
-        prompt = show_sample(run.model, run.tokenizer, held_out, config.run.seed, run.mesh, log)
     draw_pictures(run)
-    words = ["--load", config.checkpoint.save, *(["--prompt", prompt] if prompt else ())]
-    log.line(f"next    nanomegatron generate {shlex.join(words)}")
-    log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration)
+    command = ""  # after mock data, which is no text
+    if not config.data.mock_data:
+        prompt = show_sample(
+            run.model, run.tokenizer, run.datasets[1] or run.datasets[0], config.run.seed, run.mesh, log
+        )
+        command = f"nanomegatron generate --load {shlex.quote(config.checkpoint.save)}"
+        command += f" --prompt {shlex.quote(prompt)}" if prompt else ""
+        log.line(f"next    {command}")
+    log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration, next=command)
     return DONE
 
 

@@ -16,6 +16,7 @@ under pipeline parallelism the last stage broadcasts them. On one GPU fast/decod
 (Nucleus sampling: arXiv 1904.09751)
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from nanomegatron.pp import Stages, execute
 from nanomegatron.report.log import RunLog
 
 SAMPLE_LINES = 3  # of text, at the end of a run
+PYTHON = re.compile(r"^[ \t]*((?:def|class) \w+[(:])", re.M)
 
 
 class KVCache:
@@ -69,10 +71,9 @@ def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, t
     sum of 1.
     """
     ids = likeliest(logits, min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
-    weights = (logits.gather(-1, ids).double() / sampling.temperature).softmax(-1)
-    weights, ids = weights.cpu(), ids.cpu()  # sums on a GPU take no fixed order
-    cumulative = weights.cumsum(-1)
-    return weights * (cumulative - weights < sampling.top_p * cumulative[:, -1:]), ids
+    weights = (logits.gather(-1, ids).double() / sampling.temperature).softmax(-1).cpu()
+    cumulative = weights.cumsum(-1)  # on a GPU sums take no fixed order
+    return weights * (cumulative - weights < sampling.top_p * cumulative[:, -1:]), ids.cpu()
 
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
@@ -92,8 +93,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
     weights, ids = truncated(logits, sampling)
     cumulative = weights.cumsum(-1)
     uniform = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=g) for g in generators])
-    place = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return ids.gather(-1, place)[:, 0]
+    return ids.gather(-1, torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True))[:, 0]
 
 
 def generate(
@@ -143,8 +143,10 @@ def stream(
         yield step
         if position + 1 >= max(ends):
             return
-        known = (prompt[position] if position < len(prompt) else 0 for prompt in prompts)
-        columns = [[step.get(i, token)] for i, token in enumerate(known)]  # an ended prompt reads zeros
+        columns = [  # an ended prompt reads zeros
+            [step.get(i, prompt[position] if position < len(prompt) else 0)]
+            for i, prompt in enumerate(prompts)
+        ]
 
 
 def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
@@ -174,17 +176,20 @@ def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torc
 
 
 def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
-    """Return a prompt of at most `length` tokens, if there is text: the first whole line of the first sample.
+    """Return a prompt of at most `length` tokens, if there is text: how a function or class of Python begins.
 
-    Samples begin anywhere, so the line after the first is that; where there is only one, it is taken.
+    In other text the first six words of the first whole line. Samples begin anywhere, so that is the line
+    after the first; where there is only one, it is taken.
     """
-    prompts: list[str] = []
+    words: list[str] = []
     for i in range(min(len(dataset), 20)):
         ids = [token for token in dataset[i][:length].tolist() if token not in tokenizer.prefix_ids]
         text = tokenizer.decode(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        prompts += lines[1:2] or lines
-    return prompts[:1]
+        if python := PYTHON.search(text):
+            return [python[1]]
+        lines = [line.split() for line in text.splitlines() if line.strip()]
+        words += [" ".join(line[:6]) for line in lines[1:2] or lines]
+    return words[:1]
 
 
 def show_sample(
@@ -198,19 +203,18 @@ def show_sample(
     prompts, ids, texts = [], [], []
     limit = model.config.max_position_embeddings
     with log.attempt("sample"):
-        prompts = prompts_of(tokenizer, dataset, min(32, limit // 2))
+        prompts = prompts_of(tokenizer, dataset, limit // 2)
         ids = [prompt_ids(tokenizer, tokenizer.encode(prompt)) for prompt in prompts]
-    fit = ids and all(0 < len(prompt) < limit for prompt in ids)
-    if comm.any_rank(not fit, mesh.world, mesh.device):
+    if comm.any_rank(not ids or not 0 < len(ids[0]) < limit, mesh.world, mesh.device):
         return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
-        length = min(80, limit - max(map(len, ids)))
-        texts = generate(model, ids, length, Sampling(temperature=0.6, top_k=40, seed=seed))
+        texts = generate(model, ids, 80, Sampling(temperature=0.6, top_k=40, seed=seed))
     with log.attempt("sample"):
         for text in texts:
-            text = text[len(tokenizer.prefix_ids) :]
-            known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more ids
-            lines = [line for line in tokenizer.decode(known).splitlines() if line.strip()]
+            shown = tokenizer.decode(  # the model may have more ids than the tokenizer
+                [token for token in text[len(tokenizer.prefix_ids) :] if token < tokenizer.vocab_size]
+            )
+            lines = [line for line in shown.splitlines() if line.strip()]
             log.line("sample  " + "\n        ".join(lines[:SAMPLE_LINES]))
     return prompts[0]

@@ -384,6 +384,27 @@ def test_interactive_continues_each_line(trained, monkeypatch, capsys):
     assert err == "nanomegatron generate: prompt 0 has 65 tokens; this model takes 1 to 64\n"
 
 
+class Terminal(io.StringIO):
+    """One where a line was typed, and Ctrl-D."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_what_is_waited_for(trained, monkeypatch, capsys):
+    """And a small model computes with one thread, unless OMP_NUM_THREADS is set."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", Terminal("a\n"))
+        assert main(["--load", str(trained[0]), "--max-new-tokens", "1", "--device", "cpu"]) == 0
+        out, err = capsys.readouterr()
+        assert out.count("> ") == 2 and threads == [1]
+        assert err == "prompts, one a line, end with Ctrl-D; or give --prompt TEXT\n"
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+
 def test_text_comes_in_whole_characters():
     data = list("a\u20ac\u00e9z".encode())
     steps = iter([{0: token} for token in data[2:]])
@@ -447,8 +468,27 @@ def test_a_run_ends_in_three_lines_of_text(monkeypatch):
     monkeypatch.setattr(run_sample, "generate", thirty_lines)
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=64))
     prompt = run_sample.show_sample(model, ByteTokenizer(), [np.frombuffer(text, np.uint8)] * 3, 1, mesh, log)
-    assert prompt == "def whole(line):" and asked == [prompt]
-    assert said == ["sample  def whole(line):\n            a\n            b"]
+    assert prompt == "def whole(" and asked == [prompt]
+    assert said == ["sample  def whole(\n            a\n            b"]
+
+
+@pytest.mark.parametrize(
+    "text, prompt",
+    [
+        ("x = 1\n\n    class Node(Base):\n        def f(self):\n", "class Node("),
+        ("of a line\nOne two three four five six seven eight\nnine", "One two three four five six"),
+        ("class struggle was\nnever over", "never over"),
+        ("1 22 333", "1 22 333"),
+        ("", ""),
+    ],
+)
+def test_a_prompt_is_how_the_data_begin(text, prompt):
+    """A function or class of Python wherever there is one, of the samples that are looked at."""
+    samples = [np.frombuffer(piece.encode(), np.uint8) for piece in (text, text)]
+    assert run_sample.prompts_of(ByteTokenizer(), samples, 99) == [prompt] * bool(prompt)
+    code = np.frombuffer(b"def later(x):\n    pass", np.uint8)
+    expected = prompt if prompt.startswith("class") else "def later("
+    assert run_sample.prompts_of(ByteTokenizer(), [samples[0], code], 99) == [expected]
 
 
 class Size(NamedTuple):

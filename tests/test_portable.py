@@ -36,5 +36,6 @@ def test_it_trains(nproc, more, tmp_path):
     command = [sys.executable, ROOT / "train.py", *FLAGS.split(), *more.split(), "--nproc", str(nproc)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "nanomegatron generate" not in done.stdout  # random tokens are no text
     steps = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(step)["iteration"] for step in steps] == [1, 2]

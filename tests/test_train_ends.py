@@ -149,7 +149,7 @@ def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
     assert len(samples) == 1 and all(word.isdecimal() for words in samples for word in words)
     assert [said.count(f"! {name}: ") for name in named] == [1] * len(named)
     held_out = " ".join(samples[0])
-    assert f"next    nanomegatron generate --load runs/test/ckpt --prompt '{held_out[:20]}" in said
+    assert f"next    nanomegatron generate --load runs/test/ckpt --prompt '{held_out[:12]}" in said
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
 
 

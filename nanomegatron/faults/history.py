@@ -15,6 +15,7 @@ from nanomegatron.checkpoint.folder import LATEST
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import escaped
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.status import read_status
@@ -58,9 +59,14 @@ def is_done(config: Config, mesh: Mesh) -> bool:
     if found is None or found.iteration != int(said):
         return False
     if mesh.rank == 0:
-        print(f"done    all {said} steps of {config.run.folder} are saved in {save}: nothing left to train")
-        print("note    a larger --train-iters goes further, another --run-name begins from step 1")
-        print(f"next    nanomegatron generate --load {save}", flush=True)
+        print(
+            f"done    all {said} steps of {config.run.folder} are saved in {save}: nothing left to train",
+            "note    a larger --train-iters goes further, another --run-name begins from step 1",
+            sep="\n",
+            flush=True,
+        )
+        if facts.get("next"):
+            print(escaped(f"next    {facts['next']}"), flush=True)
     return True
 
 
