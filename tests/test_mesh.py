@@ -309,7 +309,7 @@ def test_no_rank_outlives_a_killed_launcher():
 def started_launcher(worker, folder, *before):
     """A launcher in a process group of its own, which prints its ranks' exit codes; and the ranks' pids.
 
-    before: a command that starts it.
+    before: a command that starts it. A lost terminal ends it, though the tests may run under nohup.
     """
     script = folder / "run.py"
     script.write_text(
@@ -318,6 +318,7 @@ def started_launcher(worker, folder, *before):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     how = dict(env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    how["preexec_fn"] = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     launcher = subprocess.Popen([*before, sys.executable, str(script), str(folder)], **how)
     files = [folder / f"pid{rank}" for rank in range(2)]
     try:
