@@ -94,9 +94,9 @@ class SelfAttention(nn.Module):
     def attend(
         self, packed: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """Return the context, which `linear_proj` reads. packed `[s, b, (n + 2g)d/tp]` -> `[s, b, h/tp]`
+        """Return the context, which `linear_proj` reads. packed `[s, b, m/tp]` -> `[s, b, h/tp]`
 
-        packed: the queries, keys and values of this rank's heads, as `linear_qkv` returns them.
+        packed: queries, keys and values of this rank's heads, as `linear_qkv` returns them.
 
         Raises ValueError if scores are to be bounded over ranks of cp that do not exchange heads (a2a).
         """

@@ -102,14 +102,17 @@ def fp8_linear(
     comm: str,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tp.LinearFunction` in FP8, with the same `comm`. x `[..., i]`, weight `[o, i]` -> `[..., o]`"""
+    """`tp.LinearFunction` in FP8, with the same `comm`.
+
+    x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
+    """
     given = x if isinstance(x, Fp8Input) else Fp8Input(x)
     y = Fp8LinearFunction.apply(given.x, weight, axis, comm, fp8, given, torch.is_grad_enabled())
     return add_bias(y, bias, accumulate)
 
 
 class Fp8LinearFunction(torch.autograd.Function):
-    """What autograd sees of `fp8_linear`, but for the bias. given: x, and what is quantized already."""
+    """`fp8_linear` without the bias. x `[..., i]`, weight `[o, i]` -> `[..., o]`; given: x and its copies"""
 
     @staticmethod
     def forward(

@@ -121,8 +121,9 @@ class HeadsNorm(nn.Module):
 
 
 def run_mlp(mlp: "MLP", x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:
-    """Linear layer, activation, linear layer. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
+    """Linear layer, activation, linear layer.
 
+    x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h]` or `[s/tp, b, h]`
     linear_fc1, linear_fc2: those of the MLP, or what calls them otherwise.
     """
     x, bias = linear_fc1(x)

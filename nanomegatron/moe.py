@@ -258,7 +258,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 def activate_and_project(
     experts: "GroupedExperts", x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
 ) -> torch.Tensor:
-    """Activation and second linear layer. x `[r, 2f/etp]` if gated or `[r, f/etp]` -> `[r, h]`
+    """Activation and second linear layer. x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`
 
     prefetch: unused, since nothing is computed again (`GroupedExperts.forward`).
     """

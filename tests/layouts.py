@@ -280,6 +280,11 @@ ENTERED = {
     "moe_dispatch": DISPATCH,
     "moe_pieces": DISPATCH,
     "fused_layer": [("tp2spfp", "gpt", ""), ("dp2z1ovbkfp", "gpt", ""), ("pp2zbfp", "qwen", "")],
+    "discard_output": [
+        ("tp2cersfp", "llama", ""),
+        ("dp2ep2rafp", "moe-documents", ""),
+        ("pp2zbvrsfp", "gpt", "delayed"),
+    ],
     "fp8_producers": [
         ("pp2zbvfp", "llama", "delayed"),
         ("tp2spfp", "llama", "delayed"),

@@ -141,7 +141,8 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     loss = fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None
     moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
     layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
-    install(Stages([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe))
+    discards = model.recompute_modules
+    install(Stages([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe, discards=discards))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

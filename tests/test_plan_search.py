@@ -277,7 +277,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     assert plan.main([*EIGHT_B.split(), "--gpus", "8", "--gpu", "h100", "--plot", str(path)]) == 0
     out = capsys.readouterr().out
     assert path.stat().st_size > 10_000 and out.endswith(f"\nplot    {path}\n")
-    lost = [line for line in out.splitlines() if line.startswith("not") and "does not fit" not in line]
+    lost = [line for line in out.splitlines() if line.startswith("not ") and "does not fit" not in line]
     assert len({line.split(",")[0] for line in lost}) < len(lost) + 1 == plan.LAYOUTS_SHOWN, "words repeat"
 
 

@@ -52,7 +52,7 @@ def test_nor_do_its_ranks(corpus, tmp_path):  # noqa: F811
 
 
 def test_a_refused_start_changes_no_folder_that_was_there(corpus, place):  # noqa: F811
-    """Records of the run go on: status.json has the new end, which scripts read."""
+    """Records of the run go on, and its status stays."""
     before = contents(place)
     said = output_of(place, arguments(corpus, SIX, "--train-iters 8 --vocab-size 99"), train.BAD_CONFIG)
     assert "--vocab-size 99: the run in this folder has None" in said and contents(place) == before
@@ -62,7 +62,8 @@ def test_a_refused_start_changes_no_folder_that_was_there(corpus, place):  # noq
     assert before.keys() == after.keys() and changed <= {
         f"{RUN}/{n}" for n in ("run.lock", "log.txt", "status.json")
     } | {f"{RUN}/ckpt/run.lock"}
-    assert json.loads(after[f"{RUN}/status.json"])["exit_code"] == train.BAD_CONFIG
+    was, now = (json.loads(files[f"{RUN}/status.json"]) for files in (before, after))
+    assert was | {"time": now["time"]} == now and now["exit_code"] == train.DONE
 
 
 @pytest.mark.parametrize("code", [train.BAD_CONFIG, NO_CHECKPOINT, train.DONE])

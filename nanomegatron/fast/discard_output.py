@@ -80,7 +80,10 @@ def discard_activations(model: nn.Module, modules: Container[str]) -> None:
 
 
 def discarding_mlp(mlp: MLP, x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:
-    """An `MLP.run` that discards the output of the activation. x `[s, b, h]` or `[s/tp, b, h]`"""
+    """An `MLP.run` that discards the output of the activation.
+
+    x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h]` or `[s/tp, b, h]`
+    """
     x, bias = linear_fc1(x)
 
     def activate(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +97,10 @@ def discarding_mlp(mlp: MLP, x: torch.Tensor, linear_fc1: Callable, linear_fc2: 
 def discarding_project(
     experts: GroupedExperts, x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
 ) -> torch.Tensor:
-    """A `GroupedExperts.project` that discards the output of the activation. x `[r, 2f/etp]` -> `[r, h]`"""
+    """A `GroupedExperts.project` that discards the output of the activation.
+
+    x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`
+    """
     y = experts.act(x)
     with discard(y, experts.act, x, prefetch):
         return experts.linear(y, experts.weight2, groups, True)

@@ -99,8 +99,9 @@ def quantizing_mlp(
 ) -> torch.Tensor:
     """An `MLP.run` with the input of `linear_fc2` in FP8, and the gradient of the output of `linear_fc1`.
 
-    x `[s, b, h]` or `[s/tp, b, h]`, the result likewise. discards: as `discard_output.discarding_mlp`. With
-    a hook on a linear layer, which would see placeholders, each layer quantizes its own input.
+    x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h]` or `[s/tp, b, h]`
+    discards: as `discard_output.discarding_mlp`. With a hook on a linear layer, which would see placeholders,
+    each layer quantizes its own input.
     """
     if has_hooks(mlp.linear_fc1) or has_hooks(mlp.linear_fc2):
         return run_mlp(mlp, x, linear_fc1, linear_fc2)

@@ -149,7 +149,10 @@ class FusedLayers:
         total: torch.Tensor,
         always: bool = False,
     ) -> AbstractContextManager[None]:
-        """For what reads the norm of total `[s, b, h]`, which with `recompute` or `always` is not kept."""
+        """For what reads normed, the norm of total `[s, b, h]`: with `recompute` or `always` it is not kept.
+
+        normed `[s, b, h]`
+        """
         if not isinstance(norm, Norm) or not (self.recompute or always):
             return nullcontext()
         return discard(normed, lambda x: self.norm(norm, reader, x, None)[0], total)
@@ -185,8 +188,9 @@ def fused_mlp(
     linear_fc2: Callable[..., torch.Tensor],
     discarding: Callable[..., AbstractContextManager[None]],
 ) -> torch.Tensor:
-    """mlp(x), the last layer by `linear_fc2`. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
+    """mlp(x), the last layer by `linear_fc2`.
 
+    x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, h]` or `[s/tp, b, h]`
     discarding: for what reads x (`FusedLayers.discarding`).
     """
 
