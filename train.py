@@ -43,6 +43,7 @@ from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.megatron_args import megatron_folder
+from nanomegatron.config.rules import spelled
 from nanomegatron.config.run_folder import resumed, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
@@ -158,14 +159,23 @@ def with_text(parsed: Parsed) -> DataConfig:
     if data.data_path or data.data_args_path or data.train_data_path or data.mock_data:
         return data
     if load and is_hf_folder(load):
-        how = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
         raise ConfigError(
-            [f"--load {load}: give --data-path, data that nanomegatron preprocess made with {how}"]
+            [
+                f"--load {load}: give --data-path, data that nanomegatron preprocess made with "
+                f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
+            ]
         )
     if load and megatron_folder(load, parsed.config.checkpoint.ckpt_step):
         raise ConfigError([f"--load {load}: give --data-path, data made with the tokenizer of that model"])
-    if data.tokenizer_type:
-        raise ConfigError([f"--tokenizer-type {data.tokenizer_type}: give --data-path, data made with it"])
+    given = [
+        spelled(name, value)
+        for name, value in {"tokenizer_type": data.tokenizer_type, "split": data.split}.items()
+        if value != getattr(DataConfig, name)
+    ]
+    if given:
+        raise ConfigError(
+            [f"{' '.join(given)}: give --data-path; the built-in text has a tokenizer and a split of its own"]
+        )
     text = prepare_embedded()
     parsed.notes.append(
         "text: the Python standard library's own sources" + f"; {text.note}" * bool(text.note)

@@ -270,6 +270,7 @@ KINDS = {
 --train-data-path words --data-path words | --data-path, --train-data-path: data from 2 places
 --data-path words --tokenizer-type ByteTokenizer --data-cache-path file | file: cannot keep caches there
 --tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer: give --data-path
+--split 50,50 | --split 50,50: give --data-path; the built-in text has a tokenizer and a split of its own
 """,
     "blend": """
 --data-path 0 words 1 words | --data-path 0 words 1 words: give a weight above 0 before every prefix

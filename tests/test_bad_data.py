@@ -30,7 +30,7 @@ def line(text: str) -> bytes:
 
 INPUT = {
     "bad JSON": (b'{"text": "a"', "Expecting ',' delimiter"),
-    "wrong type": (b'{"text": 5}', "no string under 'text'"),
+    "wrong type": (b'{"text": 5}', "no string under 'text'; it is 5: texts are JSON strings"),
     "a list": (b'["text"]', "a JSON list, not an object"),
     "missing key": (b'{"other": "a"}', "the keys are other"),
     "bad UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),

@@ -233,6 +233,12 @@ def test_other_batch_sizes_are_compared_at_equal_tokens(capsys):
     assert row_of(out, "loss at 128 tokens") == ["2.250000", "2.272500"]
 
 
+def test_losses_of_other_data_are_not_compared_without_a_word(capsys):
+    write_run("mine", [4.0, 3.0])
+    write_run("theirs", [3.5, 2.5], mock_data=True)
+    assert "; data or tokenizer differ: losses of another text" in compared(capsys, "mine", "theirs")
+
+
 def test_runs_without_common_steps_prove_nothing(capsys):
     write_run("a", [4.0], batch=3)
     write_run("b", [4.0], batch=4)

@@ -17,10 +17,10 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2582          105            137      33      29      32
-commands            1097           44             82      30      11      21
+commands            1101           44             82      30      11      21
 config              2345          112            138      10      43      46
 core                3209          149            202      60      14      49
-data                1752           70             86      22      15       9
+data                1755           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           90             65      38       9       9
 faults               890           44             44       2       4      15

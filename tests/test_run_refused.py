@@ -55,7 +55,7 @@ def test_a_refused_start_changes_no_folder_that_was_there(corpus, place):  # noq
     """Records of the run go on, and its status stays."""
     before = contents(place)
     said = output_of(place, arguments(corpus, SIX, "--train-iters 8 --vocab-size 99"), train.BAD_CONFIG)
-    assert "--vocab-size 99: the run in this folder has None" in said and contents(place) == before
+    assert "--vocab-size 99: the run in this folder has unset" in said and contents(place) == before
     output_of(place, arguments(corpus, SIX, "--train-iters 8 --load empty --ckpt-step 3"), train.BAD_CONFIG)
     after = contents(place)
     changed = {name for name in before if before[name] != after[name]}

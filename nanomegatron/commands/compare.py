@@ -26,6 +26,7 @@ from nanomegatron.report.writers import read_jsonl, replace_file
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
 MARKERS, DASHES = "osD^vP", ("-", "--", ":", "-.")  # of runs that overlap
 POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
+TEXT_SETTINGS = "data_path train_data_path mock_data tokenizer_type tokenizer_model vocab_size".split()
 
 
 class RecordedRun(NamedTuple):
@@ -153,8 +154,10 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         if gap == 0:
             text = f"losses are identical, over {len(both)} steps"
         elif both:
-            worst = f"{gap:.1e} (at step {first.steps[at]['iteration']})"
-            text = f"largest relative difference of losses over {len(both)} steps: {worst}"
+            text = (
+                f"largest relative difference of losses over {len(both)} steps: {gap:.1e} "
+                f"(at step {first.steps[at]['iteration']})"
+            )
         equal = len(list(takewhile(lambda pair: pair[0] <= ROUNDED, gaps)))
         if 1 < equal < len(both):
             text += f"; up to {ROUNDED:g} in the first {equal} steps"
@@ -162,6 +165,9 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
         if sizes[0] != sizes[1]:
             text += "; batch or sequence differ: only steps that end at equal tokens are compared"
+        texts = [[getattr(r.config.data, name) for name in TEXT_SETTINGS] for r in (first, run)]
+        if texts[0] != texts[1]:
+            text += "; data or tokenizer differ: losses of another text say nothing about the layout"
         lines.append(f"{run.name} and {first.name}: {text}")
         largest = math.nan if math.isnan(largest + gap) else max(largest, gap)
     return lines, largest

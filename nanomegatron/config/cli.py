@@ -100,7 +100,9 @@ def parse(argv: list[str]) -> Parsed:
     from_file, saved, base = _Reader(), {}, ""
     if preset is None and missing and (saved := saved_settings(load)):
         from_file.read_table(saved, load)
-        reader.notes.append(f"model, data and training are those of --load {load}, but for other flags")
+        reader.notes.append(
+            f"model, data and training are those of --load {load}, but for other flags and --micro-batch-size"
+        )
     elif preset is None and load and (theirs := megatron_folder(load, reader.values.get("ckpt_step"))):
         from_file.read_megatron(theirs, model_given=not missing)
         saved = from_file.values

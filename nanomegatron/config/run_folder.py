@@ -142,5 +142,5 @@ def resume_conflicts(earlier: Config, config: Config) -> list[str]:
         resumable, old = setting.metadata["resumable"], before[setting.name]
         resumable = part not in ("model", "data") if resumable is None else resumable
         if value != old and not resumable and setting.name not in free:
-            errors.append(f"{flag(setting.name)} {value}: the run in this folder has {old}")
+            errors.append(f"{flag(setting.name)} {value}: the run in this folder has {_value(old)}")
     return errors

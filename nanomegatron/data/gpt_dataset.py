@@ -349,7 +349,10 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
-        fix = "leave --tokenizer-type away to use the data's, or run nanomegatron preprocess again"
+        fix = (
+            "all data need one tokenizer, without --tokenizer-type that of the first; leave it away, or run "
+            "nanomegatron preprocess again"
+        )
         if sidecar["tokenizer"] == tokenizer.spec:
             raise ValueError(f"{path}.json: {tokenizer.spec} gave other ids when it was written; {fix}")
         raise ValueError(

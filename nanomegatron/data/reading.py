@@ -59,9 +59,10 @@ class Line(NamedTuple):
             texts = [*map(document.get, keys)]
             for key, text in zip(keys, texts):
                 if not isinstance(text, str):
-                    raise ValueError(
-                        f"no string under {key!r}; the keys are {', '.join(document)}: give --json-keys one"
-                    )
+                    found = f"the keys are {', '.join(document)}: give --json-keys one"
+                    if key in document:
+                        found = f"it is {json.dumps(text)[:40]}: texts are JSON strings"
+                    raise ValueError(f"no string under {key!r}; {found}")
                 if not text.isascii():
                     text.encode()  # half of a surrogate pair has no UTF-8
             return texts

@@ -218,11 +218,14 @@ class Search:
         return validate(config, self.world, "cuda" if self.machine.gpu else "cpu")
 
     def valid(self, candidates: list[Candidate], count: int) -> list[Candidate]:
-        """Return the first `count` that no check refuses. Raises ConfigError if all are refused."""
+        """Return the first `count` that no check refuses, the best, then the others by their times.
+
+        Raises ConfigError if all are refused.
+        """
         allowed = itertools.islice((c for c in candidates if not self.errors(c)), count)
         if not (found := [*allowed]) and candidates:
             raise ConfigError(self.errors(candidates[0]))
-        return found
+        return found[:1] + sorted(found[1:], key=lambda candidate: candidate.step.total)
 
     def _kept(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return the changes to what is not given. Gradients are sharded only where it shards the states."""
