@@ -269,7 +269,7 @@ KINDS = {
 --valid-data-path words | --valid-data-path words: needs --train-data-path
 --train-data-path words --data-path words | --data-path, --train-data-path: data from 2 places
 --data-path words --tokenizer-type ByteTokenizer --data-cache-path file | file: cannot keep caches there
---tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer: give --data-path
+--tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer --split 90,10,0: give --data-path
 --split 50,50 | --split 50,50: give --data-path; the built-in text has a tokenizer and a split of its own
 """,
     "blend": """
