@@ -115,6 +115,8 @@ WRONG = {
     "schedules --schedule zbv": "--schedule zbv: must be one of gpipe, | ; did you mean zb-v?",
     "compare": "arguments are required: RUN; --help lists all flags",
     "runs --lines": "unrecognized arguments: --lines; --help lists all flags",
+    "generate --load x --max-tokens=5": "--max-tokens=5; did you mean --max-new-tokens?",
+    "compare a --pictures 5": "--pictures 5; did you mean --picture?",
 }
 
 

@@ -217,8 +217,7 @@ def _experts(config: Config, world: int) -> Iterator[str]:
         )
     elif world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
         of = f"{world} processes" + f" / pp {pp} = {world // pp}" * (pp > 1)
-        words = f"{EP} {ep} x {ETP} {etp} = {ep * etp}"
-        yield f"{words}: must divide {of}; use --nproc {processes}"
+        yield f"{EP} {ep} x {ETP} {etp} = {ep * etp}: must divide {of}; use --nproc {processes}"
     if tp > 1 and not model.sequence_parallel:
         yield f"{TP} {tp}: needs --sequence-parallel with --num-experts, or ranks route the same tokens"
     if config.data.variable_seq_lengths and tp * cp % (etp * ep):  # replicas share experts

@@ -118,5 +118,6 @@ class CommandParser(argparse.ArgumentParser):
             word, choices = match[2], [name.strip(" '") for name in match[3].split(",")]
             message = f"{match[1]} {word}: must be one of {', '.join(choices)}{did_you_mean(word, choices)}"
         elif not message.startswith("--"):
-            message = f"{message}; --help lists all flags"
+            word = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
+            message += did_you_mean(word, self._option_string_actions) or "; --help lists all flags"
         self.exit(2, escaped(f"{self.prog}: {message}") + "\n")

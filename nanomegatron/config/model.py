@@ -283,8 +283,10 @@ class TransformerConfig:
         """For each layer the number of keys before its own that a query sees; None: all."""
         if not self.window_size or self.window_size[0] < 0:
             return [None] * self.num_layers
-        windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers)
-        return [self.window_size[0] if yes else None for yes in windowed]
+        return [
+            self.window_size[0] if windowed else None
+            for windowed in layer_pattern(self.window_attn_skip_freq, self.num_layers)
+        ]
 
     @property
     def rotary_kinds(self) -> list[str | None]:

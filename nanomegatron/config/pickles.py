@@ -76,8 +76,7 @@ def build_pickle(data: bytes, checked: Callable[[str], str], tensors: bool = Fal
                 _contents(stack[-1], list).extend(added)
             case "SETITEM" | "SETITEMS" as name:
                 added = take(2 if name == "SETITEM" else len(stack) - marks.pop())
-                found = zip(map(_key, added[::2]), added[1::2], strict=True)
-                _contents(stack[-1], dict).update(found)
+                _contents(stack[-1], dict).update(zip(map(_key, added[::2]), added[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL" as name:
                 stack.append(Name(checked(".".join(value.split(" ") if name == "GLOBAL" else take(2)))))
             case "NEWOBJ" | "REDUCE":

@@ -94,8 +94,7 @@ def layout_sizes(layout: str) -> list[int]:
     """
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,6})", r"(.)\*(\d{1,6})"):
-        found = re.findall(repeated, text)
-        if sum(len(part) * int(times) for part, times in found) > MOST_LETTERS:
+        if sum(len(part) * int(times) for part, times in re.findall(repeated, text)) > MOST_LETTERS:
             raise ValueError(f"{LAYOUT} {layout:.60}: is longer than {MOST_LETTERS} layers and stages")
         text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
     if unknown := re.search("[^EtL|]", text):
