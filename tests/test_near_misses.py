@@ -7,6 +7,7 @@ import pytest
 from nanomegatron.checkpoint.hf import Folder
 from nanomegatron.commands.plan import known_gpu
 from nanomegatron.config.check import validate
+from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import parse
 from nanomegatron.config.early import early_answer
 from nanomegatron.config.hf import settings_of
@@ -93,6 +94,17 @@ def test_flags_and_gpus_near_known_ones():
     assert known_gpu("rtx4090") == ("rtx4090", 24.0)
     with pytest.raises(ValueError, match="--gpu H10: none of .*H100.*did you mean"):
         known_gpu("H10")
+
+
+def test_what_is_not_in_a_folder_is_not_fetched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_hint("runs/x") == hub_hint("x") == ""
+    assert "hf download org/name --local-dir name" in hub_hint("org/name")
+    for name in ("runs/tiny", "runs/python", "org/other"):
+        (tmp_path / name).mkdir(parents=True)
+    assert hub_hint("runs/pyton/ckpt") == "; runs/ has python, tiny"
+    assert hub_hint("org/name") == "; org/ has other"
+    assert hub_hint("org/other/name") == ""
 
 
 @pytest.mark.parametrize(

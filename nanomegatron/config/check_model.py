@@ -7,8 +7,10 @@ FP8 matmuls sum over multiples of 16, or over whole blocks; each of the three si
     dW = dy^T x     [out, in]        over the tokens
 """
 
+import difflib
 import glob
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -151,8 +153,10 @@ def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
     elif precision.fp8_recipe == "blockwise":
         yield f"--fp8-recipe blockwise: {needs} 9.0 (Hopper), {here}; use tensorwise or rowwise"
     elif grouped:
-        use = "use tensorwise, or --no-moe-grouped-gemm"
-        yield f"--fp8-recipe rowwise: of experts {needs} 9.0 (Hopper), {here}; {use}"
+        yield (
+            f"--fp8-recipe rowwise: of experts {needs} 9.0 (Hopper), {here}; "
+            "use tensorwise, or --no-moe-grouped-gemm"
+        )
 
 
 def _fp8_sizes(config: Config) -> Iterator[str]:
@@ -240,11 +244,19 @@ def plain_text_hint(folder: Path) -> str:
 
 
 def hub_hint(name: str) -> str:
-    """How to download a Hugging Face repository if `name` looks like one, as the end of a message."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+    """The end of a message on a path with nothing there: what its folder has, such as runs/.
+
+    Without such a folder: how to download a Hugging Face repository, if `name` looks like one.
+    """
+    path = Path(name)
+    here = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
+    if here.name:
+        there = [found.name for found in here.glob("[!.]*")]
+        closest = difflib.get_close_matches(path.parts[len(here.parts)], there, 6, 0)
+        return f"; {here}/ has {', '.join(closest)}" * bool(closest)
+    if not re.fullmatch(r"(?!runs/|\.)[\w.-]+/[\w.-]+", name):
         return ""
-    folder = name.split("/")[1]
-    return f"; nothing is fetched here: hf download {name} --local-dir {folder}, and name that folder"
+    return f"; nothing is fetched here: hf download {name} --local-dir {path.name}, and name that folder"
 
 
 def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
@@ -259,8 +271,9 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
             fix = "make them with nanomegatron preprocess"
             near = sorted(Path(p).with_suffix("") for p in glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
             if Path(prefix).is_dir():
-                made = f"it is a folder; give a prefix that nanomegatron preprocess --input {prefix} makes"
-                fix = plain_text_hint(Path(prefix)) or made
+                fix = plain_text_hint(Path(prefix)) or (
+                    f"it is a folder; give a prefix that nanomegatron preprocess --input {prefix} makes"
+                )
             elif prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
                 fix = f"leave the ending out: {prefix[:-4]}"
             elif near:
