@@ -21,7 +21,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
 from nanomegatron.checkpoint.source import check_tokenizer
 from nanomegatron.commands.generate import load_model, pieces_of_text
-from nanomegatron.commands.generate_args import main
+from nanomegatron.commands.generate_args import main, parse_args
 from nanomegatron.config.cli import ConfigError, to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, ParallelConfig
@@ -426,7 +426,8 @@ def test_text_comes_in_whole_characters():
         (["--parse-special-tokens"], 2, "--parse-special-tokens: ByteTokenizer has none in a text"),
         (["--num-samples", 0], 2, "--num-samples 0: give 1 or more"),
         (["--max-new-tokens", 0], 2, "--max-new-tokens 0: give 1 or more"),
-        (["--prompt-file", "nowhere.txt"], 2, "nowhere.txt"),
+        (["--prompt-file", "nowhere.txt"], 2, "--prompt-file nowhere.txt: no such file; give a text file"),
+        (["--prompt", "x", "--max-new-tokens", 99], 0, "; the model's 64 positions are full\n"),
         (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 --pp 1 on 4 processes"),
         (["--tp", 2], 2, "give --prompt"),
         (["--what"], 2, "unrecognized arguments: --what"),
@@ -436,8 +437,31 @@ def test_text_comes_in_whole_characters():
 )
 def test_program_errors(trained, monkeypatch, capsys, flags, code, message):
     found, out, err = run_main(monkeypatch, capsys, "--load", trained[0], *flags)
-    assert (found, out) == (code, "")
+    assert (found, bool(out)) == (code, code == 0)
     assert message in err
+
+
+def test_the_folder_of_a_run_stands_for_its_checkpoints(trained, tmp_path, monkeypatch, capsys):
+    """And where there is none of that name, the runs that are there are named."""
+    (tmp_path / "runs/python").mkdir(parents=True)
+    (tmp_path / "runs/python/ckpt").symlink_to(trained[0])
+    monkeypatch.chdir(tmp_path)
+    flags = ("--prompt", "a", "--max-new-tokens", 3)
+    code, out, _ = run_main(monkeypatch, capsys, "--load", "runs/python", *flags)
+    assert (code, out) == run_main(monkeypatch, capsys, "--load", "runs/python/ckpt", *flags)[:2]
+    assert code == 0
+    code, _, err = run_main(monkeypatch, capsys, "--load", "runs/nothere", *flags)
+    assert (code, err) == (3, "nanomegatron generate: no checkpoint in runs/nothere; runs/ has python\n")
+
+
+def test_help_shows_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    args = parse_args(["--load", "x"])
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "num_samples", "device"):
+        text = said.rpartition(f" --{name.replace('_', '-')} ")[2].partition(" --")[0]
+        assert f"default {getattr(args, name)}" in text, name
 
 
 def test_damaged_checkpoint_is_passed_over_loudly(tmp_path, monkeypatch, capsys):

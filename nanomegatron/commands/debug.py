@@ -26,8 +26,12 @@ from nanomegatron.debug.run import Layout, checked, compare_layouts
 
 def main(argv: list[str]) -> int:
     """Compare two layouts, or a layout with transformers; returns the exit code."""
-    form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = CommandParser("nanomegatron debug", None, __doc__, **form)
+    parser = CommandParser(
+        "nanomegatron debug",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--a", default="tp1", metavar="LAYOUT", help="the layout that is right; default one process")
     add("--b", default="tp1", metavar="LAYOUT", help="the layout to compare with it")
@@ -41,8 +45,12 @@ def main(argv: list[str]) -> int:
         a, b = (layout_run(word, flags, 1 if folder else args.steps) for word in (args.a, args.b))
         found = compare_layouts(a, b, folder)
     except (ValueError, RuntimeError) as error:
-        errors = getattr(error, "messages", [str(error)])
-        print("nanomegatron debug:", *map(escaped, errors), sep="\n  ", file=sys.stderr)
+        print(
+            "nanomegatron debug:",
+            *map(escaped, getattr(error, "messages", [str(error)])),
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 2
     what = f"transformers of {folder}, the first step" if folder else f"{args.a}, {args.steps} steps"
     print(f"{args.b} and {what}:")

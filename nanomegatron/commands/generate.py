@@ -188,6 +188,7 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
     start = time.perf_counter()
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     took = time.perf_counter() - start
+    limit = model.config.max_position_embeddings
     if show:
         print(
             "\n---\n".join(
@@ -197,7 +198,7 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
         )
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
-        full = "; the model's positions are full" * (model.config.max_position_embeddings in map(len, texts))
+        full = f"; the model's {limit} positions are full" * (limit in map(len, texts))
         print(
             f"nanomegatron generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}{full}",
             file=sys.stderr,

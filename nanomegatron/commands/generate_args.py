@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from nanomegatron.config.check_model import hub_hint
-from nanomegatron.config.early import processes_of_torchrun
+from nanomegatron.config.early import may_be_checkpoint, processes_of_torchrun
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import DataConfig
@@ -19,9 +19,16 @@ def main(argv: list[str]) -> int:
     """Generate; returns 3 if there is no checkpoint, exits with code 2 if the command line is wrong."""
     world_size = processes_of_torchrun()
     args = parse_args(argv, world_size)
+    inner = Path(args.load, "ckpt")  # where a run has its checkpoints
+    if not may_be_checkpoint(inner.parent) and inner.is_dir() and may_be_checkpoint(inner):
+        args.load = str(inner)
     if world_size == 1 and not Path(args.load).exists():
-        why = f"no checkpoint in {args.load}{hub_hint(args.load) or ', there is no such folder'}"
-        print(escaped(f"nanomegatron generate: {why}"), file=sys.stderr)
+        print(
+            escaped(f"nanomegatron generate: no checkpoint in {args.load}"),
+            escaped(hub_hint(args.load) or ", there is no such folder"),
+            sep="",
+            file=sys.stderr,
+        )
         return 3
     return importlib.import_module("nanomegatron.commands.generate").run(args)
 
@@ -30,29 +37,29 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
     parser = CommandParser(prog="nanomegatron generate", description="Continue a text.")
     add = parser.add_argument
-    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")
-    add("--ckpt-step", type=int, help="iteration to load; the newest")
+    add("--load", required=True, help="folder of a run, runs/NAME, of checkpoints or of a Hugging Face model")
+    add("--ckpt-step", type=int, help="iteration to load; default the newest")
     add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
     add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
-    add("--max-new-tokens", type=int, default=200, help="longest continuation, in tokens")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top-k", type=int, default=40, help="choose among the K likeliest tokens; 0: all")
-    add("--top-p", type=float, default=0.95, help="choose among the likeliest tokens of this share")
-    add("--seed", type=int, default=0, help="of the random choices")
-    add("--num-samples", type=int, default=1, help="continuations of each prompt")
-    add("--nproc", type=int, help="processes to start on this machine; --tp x --pp")
+    add("--max-new-tokens", type=int, default=200, help="longest continuation; default 200 tokens")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token; default 0.8")
+    add("--top-k", type=int, default=40, help="choose among the K likeliest tokens, 0: all; default 40")
+    add("--top-p", type=float, default=0.95, help="choose among the likeliest of this share; default 0.95")
+    add("--seed", type=int, default=0, help="of the random choices; default 0")
+    add("--num-samples", type=int, default=1, help="continuations of each prompt; default 1")
+    add("--nproc", type=int, help="processes to start on this machine; default --tp x --pp")
     add(
         "--tp",
         "--tensor-model-parallel-size",
         type=int,
-        help="processes that share each layer; --nproc / --pp",
+        help="processes that share each layer; default --nproc / --pp",
     )
-    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages; default 1")
     add(
         "--tokenizer-type",
         choices=TOKENIZER_FLAGS,
         metavar="TYPE",
-        help="instead of the checkpoint's tokenizer",
+        help="a tokenizer; default the checkpoint's",
     )
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         add(flag, metavar="FILE", help="of --tokenizer-type")
@@ -63,7 +70,12 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
         help="no special tokens around a prompt, such as <s> before it",
     )
     add("--parse-special-tokens", action="store_true", help="special tokens in a prompt are not text")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    add(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="where to compute; default auto: a GPU if there is one",
+    )
     args = parser.parse_args(argv)
     args.nproc = world_size if world_size > 1 else args.nproc or (args.tp or 1) * args.pp
     args.tp = args.tp or args.nproc // max(args.pp, 1)
@@ -80,7 +92,9 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
             if not args.tokenizer_type and (file := getattr(args, flag)):
                 raise ValueError(f"--{flag.replace('_', '-')} {file}: give --tokenizer-type as well")
         args.prompt += [read_text(name) for name in args.prompt_file]
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
+        parser.error(f"--prompt-file {error.filename}: no such file; give a text file, or --prompt TEXT")
+    except ValueError as error:
         parser.error(str(error))
     if not args.prompt and args.nproc > 1:
         parser.error("only a single process reads prompts from stdin: give --prompt")

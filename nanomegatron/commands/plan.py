@@ -103,8 +103,12 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the flags of training."""
-    form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = CommandParser("nanomegatron plan", None, __doc__, **form)
+    parser = CommandParser(
+        "nanomegatron plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="GPUs of all machines; with --gpu: search their layouts")
     add("--simulate", type=int, metavar="N", help="what N GPUs do in the layout of the flags")

@@ -24,8 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
         placed = placement(args.schedule, args.stages, args.chunks)
-        costs = dict.fromkeys("FBW", 1 / len(placed[0]))  # the layers of a rank, in pieces
-        timeline = simulate(lists, placed, costs)
+        timeline = simulate(lists, placed, dict.fromkeys("FBW", 1 / len(placed[0])))  # a piece of a rank
         print(text(timeline, colour=sys.stdout.isatty()))
         if args.picture:
             draw_timeline(

@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a name in runs/, or a folder with a config.toml")
     word = parser.parse_args(argv).run
     try:
-        config = from_toml(read_text(find_run(word) / "config.toml"))
-        print(script(with_tokenizer(config)))
+        print(script(with_tokenizer(from_toml(read_text(find_run(word) / "config.toml")))))
     except (OSError, ValueError) as error:
         print(escaped(f"nanomegatron to-megatron: {word}: {error}"), file=sys.stderr)
         return 2
