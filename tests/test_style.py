@@ -21,7 +21,7 @@ LONG_FILES = {"nanomegatron/config/hf.py": 292, "train.py": 281}
 LONG_FUNCTIONS = {
     "checkpoint.resume.load_checkpoint": 56,
     "commands.plan.choose_layout": 46,
-    "config.pickles.build_pickle": 52,
+    "config.pickles.build_pickle": 51,
     "train.set_up": 51,
     "train.train_step": 49,
 }
