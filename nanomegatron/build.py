@@ -99,8 +99,8 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is None:
         fast = parallel.fast_paths
     peers = PeerAccess.build(mesh, parallel)
-    norms = model.recomputes("layernorm")
     discards = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    norms = "layernorm" in discards
     if fast is False:
         return Paths(layers=FusedLayers(recompute=True) if norms else None, discards=discards, peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast

@@ -149,6 +149,24 @@ def test_what_is_kept_for_the_backward_is_half(recipe):
         assert kept[1] - kept[0] == pytest.approx(saved, abs=64 * 24)
 
 
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+@pytest.mark.parametrize("model", MODELS[:2], ids=["llama", "gpt2"])
+def test_hooks_see_no_placeholder(model, name):
+    """With one, each layer quantizes its own input, to the same bits."""
+    expected = steps(*layer_of("delayed", torch.bfloat16, **model))
+    layer, scales, run = layer_of("delayed", torch.bfloat16, **model)
+    seen = []
+
+    def look(module, inputs, output):
+        seen.append(inputs[0].isfinite().all())
+
+    layer.mlp.get_submodule(name).register_forward_hook(look)
+    found = steps(layer, scales, run)
+    assert len(seen) == 3 and all(seen)
+    for a, b in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def test_reading_a_placeholder_gives_nan():
     x = fp8_placeholder(torch.zeros(2, 3), (2, 3))
     assert x.isnan().all() and x.untyped_storage().nbytes() == 4

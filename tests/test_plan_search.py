@@ -271,6 +271,14 @@ def test_bars_are_divided_like_their_parts():
         assert abs(line.count(by_name[name]) - BAR_WIDTH * size / 80) <= 1
 
 
+def test_layouts_behind_the_best_are_in_the_order_of_their_times():
+    search = Search(parse(EIGHT_B.split()), 128256, 8, H100)
+    fits = search.run()[0][:5]
+    best, *others = search.valid(fits[::-1], 5)
+    times = [candidate.step.total for candidate in others]
+    assert best is fits[4] and len(times) == 4 and times == sorted(times)
+
+
 def test_a_picture_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"

@@ -350,7 +350,7 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
         fix = (
-            "all data need one tokenizer, without --tokenizer-type that of the first; leave it away, or run "
+            "all data need one tokenizer: leave --tokenizer-type away to use that of the first, or run "
             "nanomegatron preprocess again"
         )
         if sidecar["tokenizer"] == tokenizer.spec:
