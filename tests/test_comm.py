@@ -150,4 +150,4 @@ def test_ledger_counts_calls_and_bytes(mesh):
 
 def test_ledger_is_a_table():
     traffic = {("tp", "all_reduce", "calls"): 2, ("tp", "all_reduce", "bytes"): 3 * 2**20}
-    assert ledger(traffic) == ["    tp all_reduce          2 calls        3.000 MiB"]
+    assert ledger(traffic) == ["    tp all_reduce          2 calls        3,072.0 KiB a step"]

@@ -70,10 +70,10 @@ def test_runs_are_listed_newest_first(capsys):
     age(write_run("middle", [4.0], train_iters=7), 130)
     (Path("runs") / "latest").symlink_to("new")
     header, *rows, mark = listed(capsys)
-    assert header == "run state step loss validation age".split()
-    assert rows[0][:7] == ["new", "*", "preempted", "3/40", "3.2500", "2.5000", "0"]
-    assert rows[1] == "middle done 1/7 4.0000 2.5000 2 min".split()
-    assert rows[2] == "old done 2/40 3.0000 2.5000 2 h".split()
+    assert header == "run state step its loss last validation tok/s age".split()
+    assert rows[0][:8] == ["new", "*", "preempted", "3/40", "3.2500", "2.5000", "300", "0"]
+    assert rows[1] == "middle done 1/7 4.0000 2.5000 100 2 min".split()
+    assert rows[2] == "old done 2/40 3.0000 2.5000 200 2 h".split()
     assert mark == ["*", "runs/latest"] and len(rows) == 3
 
 
@@ -250,6 +250,10 @@ def test_a_run_that_is_not_there_gets_the_nearest(capsys):
     write_run("gpt-tp2", [4.0])
     assert compare.main(["gpt-tp"]) == 2
     assert "gpt-tp has a config.toml; did you mean gpt-tp2?" in capsys.readouterr().err
+    (Path("runs") / "seen").mkdir()
+    (Path("runs") / "seen" / "evals.jsonl").touch()
+    assert compare.main(["gpt-tp2", "seen"]) == 2
+    assert "seen has evaluated and trained nothing" in capsys.readouterr().err
 
 
 def test_damaged_settings_are_an_error(capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import train
+from nanomegatron.config.check import unseen_notes
 from nanomegatron.config.settings import ParallelConfig, RunConfig
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.profiler import Profile
@@ -133,3 +134,21 @@ def test_memory_history(tmp_path, monkeypatch):
     assert len(said) == 2
     for path, line in zip(paths, said):
         assert path in line and "a pickle" in line and "https://pytorch.org/memory_viz alone" in line
+
+
+@pytest.mark.parametrize(
+    "done, settings, said",
+    [
+        (2, {}, []),  # step 3 is to come
+        (3, {}, ["--trace-iterations 3: nothing is recorded, the steps to come are 4 to 12"]),
+        (3, dict(trace_dir=None), []),
+        (0, dict(trace_iterations=(20, 30)), ["--trace-iterations 20 30: nothing is recorded, the steps"]),
+        (11, dict(profile=True), ["--trace-iterations 3", "--profile-step-start 10: nothing is recorded"]),
+        (10, dict(profile=True, trace_dir=None), []),
+        (12, {}, []),  # nothing left to train, which is said
+    ],
+)
+def test_records_of_steps_that_a_run_does_not_have_are_said(done, settings, said):
+    run = RunConfig(**(dict(train_iters=12, trace_dir="traces", trace_iterations=(3,)) | settings))
+    notes = unseen_notes(run, done)
+    assert len(notes) == len(said) and all(map(str.startswith, notes, said))

@@ -48,6 +48,8 @@ def find_run(word: str) -> Path:
     folders = [path for path in (Path("runs") / word, Path(word)) if (path / "config.toml").is_file()]
     if not folders:
         hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
+        if any((path / "evals.jsonl").is_file() for path in (Path("runs") / word, Path(word))):
+            hint = f"; {word} has evaluated and trained nothing: its evals.jsonl and log.txt are all there is"
         raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
     return folders[0]
 
@@ -67,7 +69,8 @@ def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
         print(escaped(f"! {folder / 'config.toml'}: damaged ({error})"), file=sys.stderr)
         length = "-"
     cells = [folder.name + " *" * (folder.resolve() == newest), state_of(folder)]
-    return time.time() - max(times), [*cells, f"{step.get('iteration', 0)}/{length}", *losses]
+    cells += [f"{step.get('iteration', 0)}/{length}", *losses, number(step.get("tokens_per_s"), ",.0f")]
+    return time.time() - max(times), cells
 
 
 def state_of(folder: Path) -> str:
@@ -97,7 +100,7 @@ def last_record(path: Path, split: str | None = None) -> dict[str, Any]:
 
 def run_table(rows: list[tuple[float, list[str]]]) -> str:
     """Return the rows, newest first, as aligned columns, within the width of a terminal."""
-    table = [["run", "state", "step", "loss", "validation", "age"]]
+    table = [["run", "state", "step", "its loss", "last validation", "tok/s", "age"]]
     for seconds, cells in sorted(rows, key=lambda row: row[0]):
         size, unit = next((pair for pair in AGES if seconds >= pair[0]), AGES[-1])
         table.append([*cells, f"{max(0, seconds) // size:.0f} {unit}"])

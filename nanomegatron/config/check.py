@@ -18,7 +18,7 @@ from nanomegatron.config.check_layout import layout_errors, multiple, with_virtu
 from nanomegatron.config.check_model import data_errors, fp8_errors, model_errors
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled
-from nanomegatron.config.settings import MOST_ITERS, Config
+from nanomegatron.config.settings import MOST_ITERS, Config, RunConfig
 
 MOST_EVALUATED = 100  # global batches in an evaluation, by default: Megatron's number
 
@@ -166,6 +166,20 @@ def resolve(config: Config, world_size: int) -> Config:
             run, train_iters=iters, eval_iters=held_out if run.eval_iters is None else run.eval_iters
         ),
     )
+
+
+def unseen_notes(run: RunConfig, done: int) -> list[str]:
+    """Return notes on records of steps that a run does not have which continues after step `done`."""
+    left, notes = range(done + 1, run.train_iters + 1), []
+    profiled = range(run.profile_step_start, run.profile_step_end)
+    for name, wanted, steps in (
+        ("trace_iterations", run.trace_dir, run.trace_iterations),
+        ("profile_step_start", run.profile, profiled),
+    ):
+        if wanted and left and not any(step in left for step in steps):
+            given = spelled(name, getattr(run, name))
+            notes.append(f"{given}: nothing is recorded, the steps to come are {left[0]} to {left[-1]}")
+    return notes
 
 
 def run_notes(config: Config) -> list[str]:

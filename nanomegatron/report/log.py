@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from nanomegatron.config.check import unseen_notes
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
 from nanomegatron.report.energy import megatron_parts
@@ -114,6 +115,8 @@ class RunLog:
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
         self.rewind(iteration)
+        for note in unseen_notes(self.config.run, iteration):
+            self.line(f"note    {note}")
         for name, make in scalar_writers(self.config, self.folder, iteration).items():
             with self.attempt(name):
                 self._writers.append(make())

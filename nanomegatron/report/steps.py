@@ -216,5 +216,6 @@ def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
     kinds = sorted({key[:2] for key in traffic})
     rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
     return [
-        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**20:12.3f} MiB" for axis, kind, calls, size in rows
+        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**10:14,.1f} KiB a step"
+        for axis, kind, calls, size in rows
     ]

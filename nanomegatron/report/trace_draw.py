@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from nanomegatron.report.schedule_draw import HEIGHT, bars, canvas, legend
 from nanomegatron.schedules import Event, Message, Op, Timeline, messages, simulate, timeline_of
 
+SHORT = 0.01  # of a step; a shorter wait is not in the summary
 CONTENT = {"F": "activations", "B": "gradient"}
 
 
@@ -116,18 +117,23 @@ def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
-    """Return lines on bubbles, cost of each kind of op, longest waits, and the one furthest above plan."""
+    """Return lines on bubbles, cost of each kind of op, longest waits, and the one furthest above plan.
+
+    Times are of the pipeline's ops: a step's reduction of gradients and its optimizer are not recorded.
+    """
     took: dict[str, list[float]] = {}
     for event in measured.events:
         took.setdefault(event.op.kind, []).append(event.end - event.start)
     medians = {kind: statistics.median(times) for kind, times in took.items()}
     costs = ", ".join(f"{kind} {median:.3g}" for kind, median in medians.items())
-    found = waits(recording, planned, measured)
-    worst, shown = max(found, key=lambda wait: wait.length - wait.planned), found[:3]
+    found = [w for w in waits(recording, planned, measured) if w.length > SHORT * measured.total]
+    shown = list(dict.fromkeys(found[:3] + sorted(found, key=lambda wait: wait.planned - wait.length)[:1]))
+    what = "the longest waits, and the one furthest above plan:" if shown else "hardly a wait between them"
     return [
         f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
-        f"an op takes {costs} ms (median); the longest waits, and the one furthest above plan:",
-        *(_words(recording, wait) for wait in shown + [worst] * (worst not in shown)),
+        "only forward and backward ops: no reduction of gradients, no optimizer",
+        f"an op takes {costs} ms (median); {what}",
+        *(_words(recording, wait) for wait in shown),
     ]
 
 
