@@ -422,9 +422,7 @@ def finish(run: Run) -> int:
     draw_pictures(run)
     command = ""  # after mock data, which is no text
     if not config.data.mock_data:
-        prompt = show_sample(
-            run.model, run.tokenizer, run.datasets[1] or run.datasets[0], config.run.seed, run.mesh, log
-        )
+        prompt = show_sample(run.model, run.tokenizer, run.datasets[1] or run.datasets[0], run.mesh, log)
         command = f"nanomegatron generate --load {shlex.quote(config.checkpoint.save)}"
         command += f" --prompt {shlex.quote(prompt)}" if prompt else ""
         log.line(f"next    {command}")

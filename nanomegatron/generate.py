@@ -25,7 +25,7 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
-from nanomegatron.config.sampling import Sampling
+from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
@@ -120,7 +120,7 @@ def stream(
     limit = model.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= limit:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens; this model takes 1 to {limit}")
+            raise ValueError(f"prompt {i} has {len(prompt)} tokens; the model takes 1 to {limit}: shorten it")
     if not prompts:
         return
     ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]
@@ -192,13 +192,11 @@ def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
     return words[:1]
 
 
-def show_sample(
-    model: Stages, tokenizer: Tokenizer, dataset: Any, seed: int, mesh: Mesh, log: RunLog
-) -> str | None:
+def show_sample(model: Stages, tokenizer: Tokenizer, dataset: Any, mesh: Mesh, log: RunLog) -> str | None:
     """Continue a prompt of a dataset and log SAMPLE_LINES, at the end of a run; return the prompt.
 
-    Every rank must call it. An error on all ranks is only a warning. One on some ranks is raised, since the
-    others wait in a collective.
+    `nanomegatron generate` with that prompt begins with the same tokens. Every rank must call it. An error on
+    all ranks is only a warning. One on some ranks is raised, since the others wait in a collective.
     """
     prompts, ids, texts = [], [], []
     limit = model.config.max_position_embeddings
@@ -209,7 +207,7 @@ def show_sample(
         return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
-        texts = generate(model, ids, 80, Sampling(temperature=0.6, top_k=40, seed=seed))
+        texts = generate(model, ids, 80, DEFAULT._replace(stops=frozenset([tokenizer.eod])))
     with log.attempt("sample"):
         for text in texts:
             shown = tokenizer.decode(  # the model may have more ids than the tokenizer

@@ -104,6 +104,7 @@ E 1025 | 1 | E 1025: must be greater than 0 and at most 1024
 E 4 EP 3 | 1 | EP 3: must divide E 4; use 2 with --nproc 2
 E 4 EP 3 | 3 | EP 3: must divide E 4; use 2 with --nproc 4
 E 3 EP 6 --pp 2 | 6 | EP 6: must divide E 3; use 3 with --nproc 6
+E 6 EP 4 | 4 | EP 4: must divide E 6; use 2 with --nproc 4
 E 4 EP 4 | 2 | EP 4 x ETP 1 = 4: must divide 2 processes; use --nproc 4
 E 4 EP 2 ETP 2 --pp 2 | 6 | EP 2 x ETP 2 = 4: must divide 6 processes / pp 2 = 3; use --nproc 8
 E 4 TP 2 --no-sp | 2 | TP 2: needs SP with E, or ranks route the same tokens

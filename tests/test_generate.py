@@ -149,7 +149,11 @@ def test_stops_at_longest_sequence(model):
 @pytest.mark.parametrize(
     "prompts, settings, message",
     [
-        ([[1], [1] * (LONGEST + 1)], {}, f"prompt 1 has 33 tokens; this model takes 1 to {LONGEST}"),
+        (
+            [[1], [1] * (LONGEST + 1)],
+            {},
+            f"prompt 1 has 33 tokens; the model takes 1 to {LONGEST}: shorten it",
+        ),
         ([[]], {}, "prompt 0 has 0 tokens"),
         ([[1]], {"temperature": -0.5}, "temperature -0.5"),
         ([[1]], {"temperature": math.nan}, "temperature nan"),
@@ -375,8 +379,8 @@ def test_interactive_continues_each_line(trained, monkeypatch, capsys):
     code, out, err = run_main(monkeypatch, capsys, *flags, stdin="\n".join(lines))
     expected = [continued(models[20], [line], 30, seed=i)[0] for i, line in enumerate(lines) if i != 1]
     expected.insert(1, "x" * 65)
-    assert (code, out) == (0, "\n".join(expected) + "\n")
-    assert err == "nanomegatron generate: prompt 0 has 65 tokens; this model takes 1 to 64\n"
+    assert (code, out) == (0, "\n---\n".join(expected) + "\n")
+    assert err == "nanomegatron generate: prompt 0 has 65 tokens; the model takes 1 to 64: shorten it\n"
 
 
 class Terminal(io.StringIO):
@@ -414,7 +418,7 @@ def test_text_comes_in_whole_characters():
 @pytest.mark.parametrize(
     "flags, code, message",
     [
-        (["--prompt", "x" * 65], 2, "prompt 0 has 65 tokens; this model takes 1 to 64"),
+        (["--prompt", "x" * 65], 2, "prompt 0 has 65 tokens; the model takes 1 to 64"),
         (["--temperature", -1], 2, "temperature -1.0"),
         (["--tokenizer-type", "TikTokenizer"], 2, "--tokenizer-type TikTokenizer needs --tokenizer-model"),
         (["--tokenizer-model", "x"], 2, "--tokenizer-model x: give --tokenizer-type"),
@@ -425,6 +429,8 @@ def test_text_comes_in_whole_characters():
         (["--prompt", "x", "--max-new-tokens", 99], 0, "; the model's 64 positions are full\n"),
         (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 --pp 1 on 4 processes"),
         (["--tp", 2], 2, "give --prompt"),
+        ([], 2, "no prompt came from stdin: write one a line, or give --prompt TEXT"),
+        (["--prompt", ""], 0, "an empty prompt: the text begins as a document does"),
         (["--what"], 2, "unrecognized arguments: --what"),
         (["--prompt", "x", "--ckpt-step", 15], 3, "no iteration 15; it has [10, 20]"),
         (["--prompt", "x", "--load", "nowhere"], 3, "no checkpoint in nowhere"),

@@ -76,6 +76,7 @@ def test_data_paths_near_data(tmp_path):
     assert f"did you mean {tmp_path}/my_text_document?" in said(tmp_path / "my")
     assert f"leave the ending out: {tmp_path}/my_text_document" in said(tmp_path / "my_text_document.bin")
     assert f"nanomegatron preprocess --input {tmp_path}" in said(tmp_path)
+    assert "--data-path 0.3: " in said(0.3) and "weights come before their prefixes: 0.7 A 0.3 B" in said(0.3)
 
 
 def test_a_folder_of_plain_text_is_told_how_to_become_data(tmp_path):
@@ -108,15 +109,32 @@ def test_what_is_not_in_a_folder_is_not_fetched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, says", [("bin", "pytorch_model.bin is a pickle"), ("runs/x", "it holds ckpt/: give runs/x/ckpt")]
+    "name, says",
+    [
+        ("bin", "pytorch_model.bin is a pickle"),
+        ("bin/pytorch_model.bin", "it is a file: give the folder"),
+        ("x", "did you mean runs/x?"),
+        ("runs/z", "runs/ has x"),  # not the run that has no checkpoint
+        ("runs/z/ckpt", "runs/ has x"),
+        ("nowhere", "there is no such folder"),
+    ],
 )
 def test_a_wrong_load_is_answered_before_anything_is_built(name, says, tmp_path, monkeypatch, capsys):
     """By the command, before torch is imported: exit code 3, and no folder of the run."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pytorch_model.bin").touch()
     (tmp_path / "runs/x/ckpt/iter_0000002").mkdir(parents=True)
+    (tmp_path / "runs/evaluated").mkdir()
     monkeypatch.chdir(tmp_path)
     flags = "--run-name y --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --load"
     assert early_answer([*flags.split(), name]) == 3
-    assert f"--load {name}: no checkpoint there; {says}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--load {name}: no checkpoint there; {says}" in said and "evaluated" not in said
     assert not (tmp_path / "runs/y").exists()
+
+
+def test_the_folder_of_a_run_stands_for_its_checkpoints(tmp_path):
+    (tmp_path / "ckpt/iter_0000002").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for given, load in (".", "ckpt"), ("ckpt", "ckpt"), ("other", "other"):
+        assert parse(["--load", str(tmp_path / given)]).config.checkpoint.load == str(tmp_path / load)

@@ -8,26 +8,29 @@ import numpy as np
 import pytest
 
 from nanomegatron import generate as run_sample
+from nanomegatron.config.sampling import DEFAULT
 from nanomegatron.data.tokenizer import ByteTokenizer
 
 
 def test_a_run_ends_in_three_lines_of_text(monkeypatch):
     """From a whole line of held-out text: a sample of a data set begins amid one."""
     text = b"f of a line\n\ndef whole(line):\n    return"
-    said, asked = [], []
+    said, asked, chosen = [], [], []
     log = SimpleNamespace(line=said.append, attempt=lambda *_, **__: nullcontext())
     mesh = SimpleNamespace(world=None, device=None, tp=Size(1), pp=Size(1), etp_ep=Size(1))
     monkeypatch.setattr(run_sample.comm, "any_rank", lambda flag, *_: flag)
 
-    def thirty_lines(model, prompts, *_):
+    def thirty_lines(model, prompts, _, sampling):
+        chosen.append(sampling)
         asked.extend(bytes(ids).decode() for ids in prompts)
         return [[*prompts[0], *b"\n\n    a\n    b\n" * 15]]
 
     monkeypatch.setattr(run_sample, "generate", thirty_lines)
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=64))
-    prompt = run_sample.show_sample(model, ByteTokenizer(), [np.frombuffer(text, np.uint8)] * 3, 1, mesh, log)
+    prompt = run_sample.show_sample(model, ByteTokenizer(), [np.frombuffer(text, np.uint8)] * 3, mesh, log)
     assert prompt == "def whole(" and asked == [prompt]
     assert said == ["sample  def whole(\n            a\n            b"]
+    assert chosen == [DEFAULT._replace(stops=frozenset([ByteTokenizer().eod]))]
 
 
 @pytest.mark.parametrize(

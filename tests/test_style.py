@@ -19,7 +19,7 @@ MAX_LINES, MAX_LINE = 500, 110  # lines of a file, characters of a line
 # What is over these limits today. Figures may only fall; within its limit a name leaves the list.
 LONG_FILES = {"nanomegatron/config/hf.py": 292, "train.py": 281}
 LONG_FUNCTIONS = {
-    "checkpoint.resume.load_checkpoint": 56,
+    "checkpoint.resume.load_checkpoint": 54,
     "commands.plan.choose_layout": 46,
     "config.pickles.build_pickle": 51,
     "train.set_up": 51,

@@ -278,7 +278,10 @@ def test_load_of_no_folder_is_an_error_before_torch_is_imported(corpus, tmp_path
         title, message, exit_code = answer("--load org/name", flags)
         assert title == "nanomegatron train: 1 error, nothing was started" and message.startswith(said)
         assert int(exit_code) == run_exit.NO_CHECKPOINT
-    assert "; train from scratch without --load" in answer("--load runs/no/ckpt")[1]
+    assert "no checkpoint there; there is no such folder" in answer("--load runs/no/ckpt")[1]
+    (empty := tmp_path / "empty").mkdir()
+    assert "no checkpoint there; train from scratch without --load" in answer("--load empty")[1]
+    empty.rmdir()
     assert not [*tmp_path.iterdir()]
     assert answer("--load ckpt --save ckpt") == ["None"]
     (tmp_path / "runs/test/ckpt/iter_0000002").mkdir(parents=True)

@@ -33,7 +33,6 @@ from nanomegatron.checkpoint.source import (
 from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
-from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_progress, why_no_checkpoint
@@ -172,9 +171,7 @@ def load_checkpoint(run: Run) -> None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
         elif config.load:
-            why = why_no_checkpoint(root, source.step)
-            missing = not Path(root).exists() and hub_hint(root)
-            fix = missing or why or "; train from scratch without --load"
+            fix = why_no_checkpoint(root, source.step) or "; train from scratch without --load"
             raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
         elif run.config.run.eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")

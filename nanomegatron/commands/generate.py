@@ -85,6 +85,8 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         args.encode = lambda prompt: prompt_ids(tokenizer, encode(prompt))
         for note in around_a_prompt(tokenizer):
             say(note)
+        if "" in args.prompt:
+            say("an empty prompt: the text begins as a document does")
         if args.prompt:
             batch(model, tokenizer, args, mesh.rank == 0)
         else:
@@ -211,18 +213,25 @@ def readable(text: str) -> str:
 
 
 def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Continue each line of stdin, printing tokens as they are sampled; a terminal shows a prompt sign."""
-    sign = "> " * sys.stdin.isatty()
+    """Continue each line of stdin, printing tokens as they are sampled, with --- between the continuations.
+
+    A terminal shows a prompt sign. Raises ValueError if nothing comes.
+    """
+    sign, between = "> " * sys.stdin.isatty(), ""
     if sign:
         print("prompts, one a line, end with Ctrl-D; or give --prompt TEXT", file=sys.stderr)
     seeds = itertools.count(args.seed)
     while True:
         print(sign, end="", flush=True)
         if not (line := sys.stdin.readline()):
+            if not (sign or between):
+                raise ValueError("no prompt came from stdin: write one a line, or give --prompt TEXT")
             return
         prompt = line.rstrip("\n")
         ids = args.encode(prompt) or [tokenizer.eod]
         for _ in range(args.num_samples):
+            print(between, end="")
+            between = "---\n"
             steps = stream(model, [ids], args.max_new_tokens, args.sampling._replace(seed=next(seeds)))
             try:
                 for piece in pieces_of_text(tokenizer, ids, hidden_ids(tokenizer, prompt), steps):

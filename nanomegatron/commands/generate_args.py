@@ -5,10 +5,10 @@ import importlib
 import sys
 from pathlib import Path
 
-from nanomegatron.config.check_model import hub_hint
-from nanomegatron.config.early import may_be_checkpoint, processes_of_torchrun
+from nanomegatron.config.early import processes_of_torchrun
 from nanomegatron.config.help import CommandParser
-from nanomegatron.config.sampling import Sampling
+from nanomegatron.config.megatron_args import checkpoint_folder, why_no_checkpoint
+from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped, read_text
 
@@ -19,33 +19,38 @@ def main(argv: list[str]) -> int:
     """Generate; returns 3 if there is no checkpoint, exits with code 2 if the command line is wrong."""
     world_size = processes_of_torchrun()
     args = parse_args(argv, world_size)
-    inner = Path(args.load, "ckpt")  # where a run has its checkpoints
-    if not may_be_checkpoint(inner.parent) and inner.is_dir() and may_be_checkpoint(inner):
-        args.load = str(inner)
-    if world_size == 1 and not Path(args.load).exists():
-        print(
-            escaped(f"nanomegatron generate: no checkpoint in {args.load}"),
-            escaped(hub_hint(args.load) or ", there is no such folder"),
-            sep="",
-            file=sys.stderr,
-        )
+    args.load = checkpoint_folder(args.load)
+    if world_size == 1 and not Path(args.load).is_dir():
+        why = f"no checkpoint in {args.load}{why_no_checkpoint(args.load)}"
+        print(escaped(f"nanomegatron generate: {why}"), file=sys.stderr)
         return 3
     return importlib.import_module("nanomegatron.commands.generate").run(args)
 
 
 def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
-    parser = CommandParser(prog="nanomegatron generate", description="Continue a text.")
+    example = "example: nanomegatron generate --load runs/python --prompt 'def '"
+    parser = CommandParser(prog="nanomegatron generate", description="Continue a text.", epilog=example)
     add = parser.add_argument
     add("--load", required=True, help="folder of a run, runs/NAME, of checkpoints or of a Hugging Face model")
     add("--ckpt-step", type=int, help="iteration to load; default the newest")
-    add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue, may be repeated; none: read stdin, one prompt a line",
+    )
     add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
     add("--max-new-tokens", type=int, default=200, help="longest continuation; default 200 tokens")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token; default 0.8")
-    add("--top-k", type=int, default=40, help="choose among the K likeliest tokens, 0: all; default 40")
-    add("--top-p", type=float, default=0.95, help="choose among the likeliest of this share; default 0.95")
-    add("--seed", type=int, default=0, help="of the random choices; default 0")
+    add(
+        "--temperature",
+        type=float,
+        default=DEFAULT.temperature,
+        help="0: always the likeliest token; default 0.8",
+    )
+    add("--top-k", type=int, default=DEFAULT.top_k, help="choose among the K likeliest, 0: all; default 40")
+    add("--top-p", type=float, default=DEFAULT.top_p, help="among the likeliest of this share; default 0.95")
+    add("--seed", type=int, default=DEFAULT.seed, help="of the random choices; default 0")
     add("--num-samples", type=int, default=1, help="continuations of each prompt; default 1")
     add("--nproc", type=int, help="processes to start on this machine; default --tp x --pp")
     add(
@@ -69,7 +74,11 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
         action="store_true",
         help="no special tokens around a prompt, such as <s> before it",
     )
-    add("--parse-special-tokens", action="store_true", help="special tokens in a prompt are not text")
+    add(
+        "--parse-special-tokens",
+        action="store_true",
+        help="read <s> and the like in a prompt as the tokens that they name, not as text",
+    )
     add(
         "--device",
         default="auto",

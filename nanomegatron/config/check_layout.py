@@ -207,8 +207,11 @@ def _experts(config: Config, world: int) -> Iterator[str]:
         if etp not in (1, tp):
             yield f"{ETP} {etp}: needs --num-experts"
         return
-    fitting = next((n for n in range(min(ep, model.num_experts), 0, -1) if model.num_experts % n == 0), 1)
-    unit = math.lcm(fitting * etp, tp * cp) * pp
+    divisors = [n for n in range(min(ep, model.num_experts), 1, -1) if model.num_experts % n == 0]
+    units = {n: math.lcm(n * etp, tp * cp) * pp for n in (*divisors, 1)}
+    here = [n for n in divisors if world % units[n] == 0 and ep not in divisors]
+    fitting = [*here, *divisors, 1][0]
+    unit = units[fitting]
     processes = -(-world // unit) * unit
     if fitting < ep:
         yield (

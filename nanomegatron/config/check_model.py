@@ -12,7 +12,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from nanomegatron.config.check_layout import ETP, TP, length_unit, multiple, nearest
@@ -243,17 +243,21 @@ def plain_text_hint(folder: Path) -> str:
     return f"it holds .txt files, each a document: nanomegatron preprocess --input '{folder}/*.txt'"
 
 
-def hub_hint(name: str) -> str:
-    """The end of a message on a path with nothing there: what its folder has, such as runs/.
+def hub_hint(name: str, fits: Callable[[Path], bool] = Path.exists) -> str:
+    """The end of a message on a path with nothing there: what its folder has that fits, such as runs/.
 
-    Without such a folder: how to download a Hugging Face repository, if `name` looks like one.
+    Without such a folder: the same in runs/, or how to download a Hugging Face repository, if `name` looks
+    like one.
     """
     path = Path(name)
     here = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
     if here.name:
-        there = [found.name for found in here.glob("[!.]*")]
+        there = [found.name for found in here.glob("[!.]*") if fits(found)]
         closest = difflib.get_close_matches(path.parts[len(here.parts)], there, 6, 0)
-        return f"; {here}/ has {', '.join(closest)}" * bool(closest)
+        more = ", ..." * (len(there) > len(closest))
+        return f"; {here}/ has {', '.join(closest)}{more}" * bool(closest)
+    if fits(in_runs := Path("runs") / name):
+        return f"; did you mean {in_runs}?"
     if not re.fullmatch(r"(?!runs/|\.)[\w.-]+/[\w.-]+", name):
         return ""
     return f"; nothing is fetched here: hf download {name} --local-dir {path.name}, and name that folder"
@@ -270,7 +274,9 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
         if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
             fix = "make them with nanomegatron preprocess"
             near = sorted(Path(p).with_suffix("") for p in glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
-            if Path(prefix).is_dir():
+            if not math.isnan(_number(prefix)):
+                fix = "weights come before their prefixes: 0.7 A 0.3 B"
+            elif Path(prefix).is_dir():
                 fix = plain_text_hint(Path(prefix)) or (
                     f"it is a folder; give a prefix that nanomegatron preprocess --input {prefix} makes"
                 )

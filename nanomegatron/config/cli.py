@@ -26,7 +26,7 @@ from typing import Any
 from nanomegatron.config.help import PRESETS, did_you_mean, suggest_flags
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron import answer, megatron_flags, missing_companions
-from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
+from nanomegatron.config.megatron_args import checkpoint_folder, megatron_folder, megatron_settings
 from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import MOST_VOCABULARY, parse_toml, read_json, read_text
@@ -93,6 +93,8 @@ def parse(argv: list[str]) -> Parsed:
     reader = _Reader()
     reader.read_flags(argv)
     preset, load = reader.config_file, reader.values.get("load")
+    if load:
+        reader.values["load"] = load = checkpoint_folder(load)
     if preset is None and (preset := hf_settings(load)):
         reader.notes.append(f"the model is that of --load {load}, but for other flags")
     shape = [name for name, setting in reader.settings.items() if setting.metadata["required"]]
@@ -101,7 +103,8 @@ def parse(argv: list[str]) -> Parsed:
     if preset is None and missing and (saved := saved_settings(load)):
         from_file.read_table(saved, load)
         reader.notes.append(
-            f"model, data and training are those of --load {load}, but for other flags and --micro-batch-size"
+            f"model, data and training are those of --load {load}, but for other flags; --micro-batch-size "
+            "and the layout are not taken from there"
         )
     elif preset is None and load and (theirs := megatron_folder(load, reader.values.get("ckpt_step"))):
         from_file.read_megatron(theirs, model_given=not missing)

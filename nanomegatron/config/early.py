@@ -10,10 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
-from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.help import help_text
-from nanomegatron.config.megatron_args import TRACKER, why_no_checkpoint
+from nanomegatron.config.megatron_args import may_be_checkpoint, why_no_checkpoint
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
 
@@ -63,16 +62,8 @@ def missing_load(config: Config) -> str:
     own = [Path(save)] if save else [path.parent / "ckpt" for path in named]
     if any(any(folder.glob("iter_*")) for folder in own):
         return ""
-    why = why_no_checkpoint(load) if os.path.exists(load) else hub_hint(load)
-    return f"--load {load}: no checkpoint there{why or '; train from scratch without --load'}"
-
-
-def may_be_checkpoint(path: Path) -> bool:
-    """Whether something is there that one of the readers of checkpoints may take, whole or damaged."""
-    kinds = ("iter_*", "release", TRACKER, "*.safetensors", "*.index.json", "*.distcp", "mp_rank_*")
-    if not os.path.isdir(path):
-        return os.path.exists(path)
-    return any(any(path.glob(kind)) for kind in kinds)
+    fix = why_no_checkpoint(load) or "; train from scratch without --load"
+    return f"--load {load}: no checkpoint there{fix}"
 
 
 def processes_of_torchrun(without: int | None = None) -> int:

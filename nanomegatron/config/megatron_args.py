@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.pickles import Record, build_pickle
 from nanomegatron.config.rules import declared
 from nanomegatron.config.settings import Config
@@ -51,12 +52,29 @@ def _tracked(root: Path) -> str:
         return file.read(20).decode(errors="replace").strip()
 
 
+def may_be_checkpoint(path: Path) -> bool:
+    """Whether something is there that one of the readers of checkpoints may take, whole or damaged."""
+    kinds = ("iter_*", "release", TRACKER, "*.safetensors", "*.index.json", "*.distcp", "mp_rank_*")
+    return any(any(path.glob(kind)) for kind in kinds)
+
+
+def checkpoint_folder(root: str) -> str:
+    """Return `root`, or root/ckpt if that has checkpoints and root, the folder of a run, has none."""
+    inner = Path(root, "ckpt")
+    return str(inner) if may_be_checkpoint(inner) and not may_be_checkpoint(Path(root)) else root
+
+
 def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
     """What is at `root` in place of a checkpoint and what to give instead, as the end of a message; or ""."""
     root = Path(root)
-    runs = [folder for folder in (root / "ckpt", root / "hf") if folder.is_dir()]
-    if runs and not any(root.glob("iter_*")):
-        return f"; it holds {runs[0].name}/: give {runs[0]}"
+    if root.is_file():
+        return "; it is a file: give the folder that the checkpoint is"
+    if not root.exists():
+        near = hub_hint(str(root), lambda path: may_be_checkpoint(Path(checkpoint_folder(str(path)))))
+        return near or "; there is no such folder"
+    inner = [folder for folder in (root / "ckpt", root / "hf") if may_be_checkpoint(folder)]
+    if inner and not any(root.glob("iter_*")):
+        return f"; it holds {inner[0].name}/: give {inner[0]}"
     if re.fullmatch(r"iter_\d{7,18}", root.name) and (root / "manifest.json").is_file():
         return f"; it is one iteration: give {root.parent}, with --ckpt-step {int(root.name[5:])}"
     if pickle := next((path.name for path in sorted(root.glob("pytorch_model*.bin"))), ""):
@@ -73,7 +91,7 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
         )
     if there:
         return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give {root / there[-1]}"
-    return "" if root.is_dir() else "; there is no such folder"
+    return ""
 
 
 def pickled_state(path: Path) -> dict[str, Any]:

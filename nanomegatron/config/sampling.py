@@ -21,3 +21,6 @@ class Sampling(NamedTuple):
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p}: give a probability above 0, at most 1")
         return self
+
+
+DEFAULT = Sampling(temperature=0.8, top_k=40, top_p=0.95)  # of `generate`, and of the sample at a run's end

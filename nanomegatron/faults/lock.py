@@ -143,7 +143,7 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> Locks:
                 errors += error.messages
                 break
             except OSError as error:
-                text = f"{name}: cannot write to {path} ({error})"
+                text = f"{name}: cannot write to {path} ({error.strerror or error})"
                 errors += [f"{text}; give another folder"] if path is save else []
                 notes.append(f"{text}: training continues without its logs there")
     number, *held = all_reduce(torch.tensor([0 if errors else number, *held], device=mesh.device), mesh.world)

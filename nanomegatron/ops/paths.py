@@ -250,9 +250,10 @@ def self_test(device: torch.device) -> bool:
 def print_report() -> int:
     """Print what is built and what runs; on a GPU test the kernels -> the exit code, 1 if a test fails."""
     kernels = ops_kernels._kernels
-    print(f"built     {kernels.__file__}, for {kernels.archs}" if kernels else "built     nothing", end="")
-    print(f" | torch {torch.__version__}" + (f" | {ops_kernels.MISSING}" if ops_kernels.MISSING else ""))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    none = f"no kernels: {ops_kernels.MISSING}" if device else "no kernels, which only a GPU needs"
+    built = f"{kernels.__file__}, for {kernels.archs}" if kernels else none
+    print(f"built     {built} | torch {torch.__version__}")
     if device is None:
         print("device    no GPU here: all ops run in plain torch on the CPU")
     else:
