@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from nanomegatron.config.rules import declared
+from nanomegatron.config.settings import Config
 from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Today's figures of each room: its statements (`Source.statements`), and how often one of them does several
@@ -227,12 +229,46 @@ def lacks(docstring: str) -> str:
     first = re.match(r"Same result as `(\w+)\.(\w+)", docstring)
     if not first:
         return "does not open with Same result as `<core function>`"
-    core = next((s for s in PACKAGE if s.module == first[1]), None)
-    names = [n.name for n in core.functions + core.classes] if core else []
-    if first[2] not in names:
+    if first[2] not in core_names(first[1]):
         return f"{first[1]}.{first[2]} is nothing in the core"
     files = re.findall(r"benchmarks/results/[\w.-]+\.jsonl?", docstring)
     return "" if files and all((ROOT / f).is_file() for f in files) else "names no file of results"
+
+
+def test_variants_name_what_they_replace_their_flag_their_source_and_their_test():
+    files = [s for s in PACKAGE if entry(s.module) == "variants/" and s.stem != "__init__"]
+    none(f"{s.name}:1 {why}" for s in files if (why := unsaid(ast.get_docstring(s.tree) or "")))
+
+
+def test_what_a_variant_does_not_say_is_found():
+    said = "Other result than `router.choose`, for `--moe-router-topk`: tests/test_moe_router.py (arXiv 1)"
+    assert not unsaid(said)
+    assert "does not open with" in unsaid(said.replace("Other", "Same"))
+    assert "router.chose is nothing" in unsaid(said.replace("choose", "chose"))
+    assert "no flag --moe" in unsaid(said.replace("--moe-router-topk", "--moe"))
+    assert "names no test" in unsaid(said.replace("router.py", "routers.py"))
+    assert "names no source" in unsaid(said.partition("(")[0])
+
+
+def unsaid(docstring: str) -> str:
+    """What the docstring of a file of variants/ does not say; "" if all is there."""
+    first = re.match(r"Other result than `(\w+)\.(\w+)(?:\.\w+)?`, for `--([\w-]+)", docstring)
+    if not first:
+        return "does not open with Other result than `<core function>`, for `--<flag>"
+    if first[2] not in core_names(first[1]):
+        return f"{first[1]}.{first[2]} is nothing in the core"
+    if first[3].replace("-", "_").removeprefix("no_") not in {s.name for _, s, _ in declared(Config())}:
+        return f"there is no flag --{first[3]}"
+    tests = re.findall(r"tests/test_\w+\.py", docstring)
+    if not tests or not all((ROOT / test).is_file() for test in tests):
+        return "names no test that is there"
+    return "" if re.search(r"arXiv \d|Megatron|transformers", docstring) else "names no source"
+
+
+def core_names(module: str) -> set[str]:
+    """The functions and classes of a module of the core."""
+    core = next((s for s in PACKAGE if s.module == module), None)
+    return {n.name for n in core.functions + core.classes} if core else set()
 
 
 def test_little_must_be_opened_to_read_a_part():
