@@ -21,7 +21,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear, gather_matmul, matmul_scatter
-from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_matmul import fp8_matmul
@@ -126,7 +126,7 @@ class Linear:
         x, w, g = self.values.values()
         if recipe == "bf16":
             return {"y": lambda: x @ w.t(), "dx": lambda: g @ w, "dW": lambda: g.t() @ x}[product]
-        fp8 = Scales(Recipe(recipe), self.device).add_layer("layer")
+        fp8 = Scales(RECIPES[recipe](), self.device).add_layer("layer")
         x, w, g = (fp8.cast(value, role) for role, value in self.values.items())
         if product == "dW":
             return bind(fp8_matmul, g.columnwise, x.columnwise, torch.float32)
@@ -141,7 +141,7 @@ class Linear:
         Buckets(linear, ParallelConfig(), self.mesh).zero(10**9)
         run = lambda: torch.autograd.grad(linear(x), x, g)[0]  # noqa: E731
         if recipe != "bf16":
-            use_fp8(linear, Scales(Recipe(recipe), self.device).add_layer("layer"))
+            use_fp8(linear, Scales(RECIPES[recipe](), self.device).add_layer("layer"))
             run()
             linear.fp8.scales.end_step()  # delayed: the next step's scales are of such tensors
         return run

@@ -38,7 +38,7 @@ from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.flops import stage_layers
-from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.fp8 import Scales, recipe_of
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Mesh
@@ -182,7 +182,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = Stages(chunks, mesh, parallel.schedule, group)
     if fp8 := config.precision.fp8_layers(config.model.num_layers):
-        stages.scales = Scales(Recipe.from_config(config.precision), init.device, (mesh.tp, mesh.dp_cp))
+        stages.scales = Scales(recipe_of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
         for chunk in chunks:
             quantize_layers(chunk, stages.scales, fp8)
             if config.precision.fp8_output_proj and (head := chunk.output_layer) is not None:

@@ -24,7 +24,7 @@ same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy;
 first use. A flat shard may end inside a row or block, so with their scales the optimizer never casts.
 
 A row or block that tp splits has a scale for each part: results depend on tp, within the error of the format.
-Scales of rows and blocks are powers of two: requantizing along the other dim (`requantize_transposed`) is
+Scales of rows and blocks are powers of two: requantizing along the other dim (`Recipe.transposed`) is
 exact but for underflow.
 
 Delayed scaling has no history in its first step, which casts as tensorwise does. Microbatches and recomputed
@@ -35,9 +35,9 @@ Zeros, infinities, NaN, outliers, error bounds and how Transformer Engine differ
 (FP8: arXiv 2209.05433; blocks: 2412.19437)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -59,57 +59,9 @@ from nanomegatron.ops.fp8_cast import (
 )
 
 E4M3, E5M2 = FORMATS
-PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale per tensor
-RECIPES = (*PER_TENSOR, "rowwise", "blockwise")
 ROLES = ("x", "w", "g")
 MULTIPLE = 16  # all sizes of FP8 matmuls are multiples of it
 INVERSE_STRIDE = 4  # a matmul on a GPU reads a tensor's inverse scale at a multiple of 16 bytes
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the tensors of linear layers are quantized. Raises ValueError for unknown settings."""
-
-    name: str  # one of RECIPES
-    gradient: torch.dtype = E5M2  # inputs and weights are E4M3
-    margin: int = 0  # a tensor's largest value is scaled to the format's, divided by 2^margin; not blockwise
-    history: int = 1  # delayed: steps whose amaxes count
-    algo: str = "most_recent"  # delayed: the last step's, or "max": the largest
-    wgrad: bool = True  # weight gradients are multiplied in FP8 too
-    gather: bool = False  # a sharded optimizer casts its shards of weights; not rowwise, not blockwise
-
-    def __post_init__(self) -> None:
-        known = self.name in RECIPES and self.gradient in FORMATS and self.algo in ("most_recent", "max")
-        if not known or self.history < 1 or (self.gather and self.name not in PER_TENSOR):
-            raise ValueError(
-                f"{self}: recipes are {', '.join(RECIPES)}; algo is most_recent or max, history at least 1; "
-                f"gather is for {' and '.join(PER_TENSOR)}"
-            )
-
-    @classmethod
-    def from_config(cls, config: PrecisionConfig) -> "Recipe":
-        """Return the recipe of a run's settings."""
-        return cls(
-            name=config.fp8_recipe,
-            gradient=E5M2 if config.fp8_format == "hybrid" else E4M3,
-            margin=config.fp8_margin,
-            history=config.fp8_amax_history_len,
-            algo=config.fp8_amax_compute_algo,
-            wgrad=config.fp8_wgrad,
-            gather=config.fp8_param_gather,
-        )
-
-    def dtype(self, role: str) -> torch.dtype:
-        """Return the FP8 format of x, w or g."""
-        return self.gradient if role == "g" else E4M3
-
-    def limit(self, role: str) -> float:
-        """Return the value that the amax of x, w or g is scaled to; blockwise does not use it."""
-        return fp8_limit(self.dtype(role), self.margin)
-
-    def cast_by_optimizer(self, sharded: bool) -> bool:
-        """Whether the optimizer casts the weights; sharded: it holds only shards of them."""
-        return self.gather if sharded else self.name == "delayed"
 
 
 class Quantized(NamedTuple):
@@ -134,6 +86,157 @@ def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
         if axis.size > 1:
             all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
     return amax
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all recipes share; each is a class with `cast`. Raises ValueError for unknown settings.
+
+    The fields are the settings of a run, not all of which matter to each recipe.
+    """
+
+    gradient: torch.dtype = E5M2  # inputs and weights are E4M3
+    margin: int = 0  # a tensor's largest value is scaled to the format's, divided by 2^margin
+    history: int = 1  # steps whose amaxes count
+    algo: str = "most_recent"  # the last step's amax, or "max": the largest in the history
+    wgrad: bool = True  # weight gradients are multiplied in FP8 too
+    gather: bool = False  # a sharded optimizer casts its shards of weights
+
+    one_scale: ClassVar[bool] = True  # a tensor has one, so that the optimizer may cast a weight
+    power_of_two: ClassVar[bool] = False  # scales are rounded down to one
+    keeps_history: ClassVar[bool] = False  # a step's scales are known before it: from the steps before
+
+    def __post_init__(self) -> None:
+        known = self.gradient in FORMATS and self.algo in ("most_recent", "max")
+        if not known or self.history < 1:
+            raise ValueError(f"{self}: algo is most_recent or max, history at least 1")
+        if self.gather and not self.one_scale:
+            raise ValueError(f"{self}: gather is for recipes with one scale a tensor")
+
+    def dtype(self, role: str) -> torch.dtype:
+        """Return the FP8 format of x, w or g."""
+        return self.gradient if role == "g" else E4M3
+
+    def limit(self, role: str) -> float:
+        """Return the value that the amax of x, w or g is scaled to."""
+        return fp8_limit(self.dtype(role), self.margin)
+
+    def cast(
+        self, layer: "Fp8Linear", x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+    ) -> Quantized:
+        """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8Linear.cast`."""
+        raise NotImplementedError
+
+    def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
+        """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
+        return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
+
+    def end_step(self, scales: "Scales") -> None:
+        """Compute the scales of the next step, if they are known before it."""
+
+
+class Delayed(Recipe):
+    """A scale for each tensor from the amaxes of earlier steps, the same on all ranks of `Scales.axes`.
+
+    A cast records its own amax. The first step has no history and casts as tensorwise does.
+    """
+
+    keeps_history = True
+
+    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
+        """Use the scale of earlier steps, and record the amax for later ones."""
+        if layer.has_scale:
+            output, inverse = layer.known_scale(role, copies, record)
+            return Quantized.with_scale(output.cast(x), inverse)
+        amax = tensor_amax(x, axis)
+        if record:
+            recorded = layer.scales.history[0, layer.slot(role)]
+            recorded.copy_(torch.maximum(recorded, amax))
+        return cast_to_amax(self, x, role, copies, amax)
+
+    def end_step(self, scales: "Scales") -> None:
+        """All-reduces the amaxes of this step, all at once, over each axis."""
+        all_reduce_amax_(scales.history[0], scales.axes)
+        most_recent = self.algo == "most_recent"
+        fp8_update(scales.history, scales.scale, torch.empty_like(scales.scale), scales.limits, most_recent)
+        scales.update_inverses()
+        scales.no_history_yet = False
+
+
+class Tensorwise(Recipe):
+    """A scale for each tensor from its own amax: a pass before the cast, and one number over `axis`."""
+
+    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
+        """Read x for its amax, then again to cast it."""
+        return cast_to_amax(self, x, role, copies, tensor_amax(x, axis))
+
+
+class Rowwise(Recipe):
+    """A scale for each row of each copy, a power of two; nothing is agreed."""
+
+    one_scale = False
+    power_of_two = True
+
+    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
+        """Cast each row, and each column as a row of the other copy."""
+        return Quantized(*fp8_cast_rows(x, self.dtype(role), self.limit(role), copies))
+
+    def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
+        """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
+        limit = self.limit(role)
+        return fp8_cast_rows(rowwise.data, self.dtype(role), limit, "columnwise", rowwise.inverse)[1]
+
+
+class Blockwise(Recipe):
+    """A scale for each 1 x 128 values of each copy, 128 x 128 of a weight, a power of two; no margin."""
+
+    one_scale = False
+    power_of_two = True
+
+    def limit(self, role: str) -> float:
+        """Return the format's largest value."""
+        return fp8_limit(self.dtype(role))
+
+    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
+        """Cast each block; `axis` has other blocks, with scales of their own."""
+        return Quantized(*self._blocks(x, role, copies))
+
+    def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
+        """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
+        return self._blocks(rowwise.data, role, "columnwise", rowwise.inverse)[1]
+
+    def _blocks(self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None) -> Pair:
+        squares = role == "w"
+        return fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
+
+
+RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
+
+
+def recipe_of(config: PrecisionConfig) -> Recipe:
+    """Return the recipe of a run's settings."""
+    return RECIPES[config.fp8_recipe](
+        gradient=E5M2 if config.fp8_format == "hybrid" else E4M3,
+        margin=config.fp8_margin,
+        history=config.fp8_amax_history_len,
+        algo=config.fp8_amax_compute_algo,
+        wgrad=config.fp8_wgrad,
+        gather=config.fp8_param_gather,
+    )
+
+
+def tensor_amax(x: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """The largest |x| of x `[m, k]` and of its other parts on the ranks of `axis` -> fp32 `[]`"""
+    amax = x.new_zeros((), dtype=torch.float32)
+    fp8_amax(x, amax)
+    return all_reduce_amax_(amax, [axis] if axis else ())
+
+
+def cast_to_amax(recipe: Recipe, x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
+    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
+    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
+    output = Fp8Output(recipe.dtype(role), scale, None, copies)
+    return Quantized.with_scale(output.cast(x), inverse)
 
 
 class Scales:
@@ -165,21 +268,14 @@ class Scales:
         self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
         self.limits = torch.cat((self.limits, limits))
         self.scale = torch.cat((self.scale, torch.ones_like(limits)))
-        self._update_inverses()
+        self.update_inverses()
         self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers), recipe)
         return self.layers[name]
 
     def end_step(self) -> None:
-        """Compute the next step's scales and drop the casts of weights. Call it before the optimizer's step.
-
-        Delayed scaling all-reduces the amaxes of this step, all at once, over each axis.
-        """
-        if self.recipe.name == "delayed" and self.layers:
-            all_reduce_amax_(self.history[0], self.axes)
-            most_recent = self.recipe.algo == "most_recent"
-            fp8_update(self.history, self.scale, torch.empty_like(self.scale), self.limits, most_recent)
-            self._update_inverses()
-            self.no_history_yet = False
+        """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
+        if self.layers:
+            self.recipe.end_step(self)
         self.discard_step()
 
     def discard_step(self) -> None:
@@ -190,7 +286,7 @@ class Scales:
     @property
     def without_history(self) -> bool:
         """Whether the next step computes its scales as it goes: delayed scaling, in its first step."""
-        return self.recipe.name == "delayed" and self.no_history_yet
+        return self.recipe.keeps_history and self.no_history_yet
 
     def drop_cached_weights(self) -> None:
         """Drop what first uses made of weights; casts of the optimizer stay."""
@@ -202,39 +298,7 @@ class Scales:
         for layer in self.layers.values():
             layer.cached_weight = layer.optimizer_cast = None
 
-    def update_weight_scales(self) -> None:
-        """Compute the weights' scales from the amaxes that the optimizer has recorded in this step.
-
-        All-reduces these amaxes, all at once, over each axis.
-        """
-        weights = slice(ROLES.index("w"), None, len(ROLES))
-        amax = all_reduce_amax_(self.history[0, weights].clone(), self.axes)
-        self.scale[weights] = fp8_scale(amax, self.recipe.limit("w"))[0]
-        self._update_inverses()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Each layer's state for checkpoints, of its x, w, g -> amaxes `[history, 3]`, scales `[3]`"""
-        found = {}
-        if self.recipe.name == "delayed":
-            for name, layer in self.layers.items():
-                found[f"{name}.fp8_history"] = self.history[:, layer.slots].clone()
-                found[f"{name}.fp8_scale"] = self.scale[layer.slots].clone()
-        return found
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state()` returned, state `[history, 3]` or `[3]`. Raises ValueError if incomplete."""
-        expected = self.state()
-        if missing := sorted(expected.keys() - state.keys()):
-            raise ValueError(f"no FP8 scales of {', '.join(missing)}")
-        for name, layer in self.layers.items() if expected else ():
-            self.history[:, layer.slots] = state[f"{name}.fp8_history"].to(self.history.device)
-            self.scale[layer.slots] = state[f"{name}.fp8_scale"].to(self.scale.device)
-        self._update_inverses()
-        # Zeros and ones come from a run in 16 bits, which has no history.
-        self.no_history_yet = not bool((self.history != 0).any() | (self.scale != 1).any())
-        self.clear_weight_cache()
-
-    def _update_inverses(self) -> None:
+    def update_inverses(self) -> None:
         """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
         inverses = (1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE)
         if self.inverses.shape == inverses.shape:
@@ -260,7 +324,7 @@ class Fp8Linear:
     @property
     def has_scale(self) -> bool:
         """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
-        return self.recipe.name == "delayed" and not self.scales.no_history_yet
+        return self.recipe.keeps_history and not self.scales.no_history_yet
 
     def cast(
         self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True
@@ -272,39 +336,9 @@ class Fp8Linear:
         (delayed scaling), and count the cast in statistics; false in evaluation.
         """
         x = x.detach()
-        if self.recipe.name in PER_TENSOR:
-            quantized = self._cast_tensor(x, role, copies, axis, record)
-        else:
-            quantized = self._cast_parts(x, role, copies)
+        quantized = self.recipe.cast(self, x, role, copies, axis, record)
         self.record_stats(role, lambda: x, quantized, record)
         return quantized
-
-    def _cast_tensor(
-        self, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
-    ) -> Quantized:
-        """Cast with one scale, from the history or from x itself."""
-        if self.has_scale:
-            output, inverse = self.known_scale(role, copies, record)
-        else:
-            amax = x.new_zeros((), dtype=torch.float32)
-            fp8_amax(x, amax)
-            if record and self.recipe.name == "delayed":
-                recorded = self.scales.history[0, self.slot(role)]
-                recorded.copy_(torch.maximum(recorded, amax))
-            all_reduce_amax_(amax, [axis] if axis else ())
-            scale, inverse = fp8_scale(amax, self.recipe.limit(role))
-            output = Fp8Output(self.recipe.dtype(role), scale, None, copies)
-        return Quantized.with_scale(output.cast(x), inverse)
-
-    def _cast_parts(
-        self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None
-    ) -> Quantized:
-        """Cast with a scale for each row or block. inverse: the inverse scales of x, if x is FP8 already."""
-        dtype = self.recipe.dtype(role)
-        if self.recipe.name == "rowwise":
-            return Quantized(*fp8_cast_rows(x, dtype, self.recipe.limit(role), copies, inverse))
-        squares = role == "w"
-        return Quantized(*fp8_cast_blocks(x, dtype, squares, copies, power_of_two=True, inverse=inverse))
 
     def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
         """For a kernel that writes x, w or g in FP8 itself -> its Fp8Output, and the scale's inverse `[]`"""
@@ -327,24 +361,10 @@ class Fp8Linear:
         """
         if self.cached_weight is None:
             if self.optimizer_cast is not None:
-                columnwise = self.requantize_transposed(self.optimizer_cast, "w")
+                columnwise = self.recipe.transposed(self.optimizer_cast, "w")
                 self.cached_weight = Quantized(self.optimizer_cast, columnwise)
             elif any(param.stride()):
                 self.cached_weight = self.cast(param, "w", "both", axis)
             else:  # it was freed: fast/fp8_gather.py
                 raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
         return self.cached_weight
-
-    def set_optimizer_cast(self, data: torch.Tensor) -> None:
-        """Use the optimizer's cast of the weight: data `[o, i]`, E4M3, made with the current scale."""
-        self.optimizer_cast = Fp8Matrix(data, self.scales.inverses[self.slot("w"), 0])
-        self.cached_weight = None
-
-    def requantize_transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
-        """Make the columnwise copy from a rowwise one that was gathered. `[m, k] -> [k, m]`
-
-        The bytes are the same if the tensor has one scale; else the values are cast along the other dim.
-        """
-        if not rowwise.inverse.dim():
-            return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
-        return self._cast_parts(rowwise.data, role, "columnwise", rowwise.inverse).columnwise

@@ -9,7 +9,7 @@
        `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
 
 Under sequence parallelism ("gather", "scatter") only the rowwise copy is cast; its bytes, half of
-bf16's, are gathered and then transposed (`requantize_transposed`). "gather" saves its shard of rows and
+bf16's, are gathered and then transposed (`Recipe.transposed`). "gather" saves its shard of rows and
 gathers it again in the backward. Without FP8 weight gradients x is saved in 16 bits. A tensor with one scale
 has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe agrees on it, and when).
 With scales of rows, dW is rounded to bf16 on a GPU before it is added.
@@ -156,7 +156,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             reduced = fp8.matmuls.matmul_scatter(g, w, axis, ctx.dtype)
         elif comm == "scatter":
             dx, g = fp8.matmuls.gather_matmul(g, w, axis, ctx.dtype)
-            reduced, g_columnwise = Pending(dx), fp8.recipe.wgrad and fp8.requantize_transposed(g, "g")
+            reduced, g_columnwise = Pending(dx), fp8.recipe.wgrad and fp8.recipe.transposed(g, "g")
         else:
             reduced = start_input_grad_sum(fp8_matmul(g, w, ctx.dtype), axis, comm)
 
@@ -167,7 +167,7 @@ class Fp8LinearFunction(torch.autograd.Function):
                 return add_product(out, dy, x, beta)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
-                x = fp8.requantize_transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
+                x = fp8.recipe.transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
             write_weight_grad(out, beta, g_columnwise, x)
 
         dw = accumulate(weight, write)

@@ -10,7 +10,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fp8_producers import fp8_placeholder, quantizing_mlp, quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.model import TransformerLayer, run_layers
@@ -57,7 +57,7 @@ def layer_of(recipe, dtype=torch.float32, early=True, **more):
     """A layer in FP8, its scales, and what runs it; early: norms and units quantize."""
     config = config_of(**more)
     layer = TransformerLayer(config, 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
-    scales = Scales(Recipe(recipe), CPU)
+    scales = Scales(RECIPES[recipe](), CPU)
     attention, mlp = layer.self_attention, layer.mlp
     for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
         use_fp8(linear, scales.add_layer(linear.weight.spec.name))

@@ -14,8 +14,8 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets, GatheredParams
 from nanomegatron.fast import fp8_gather
-from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts
-from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts, casts_weights
+from nanomegatron.fp8 import RECIPES, Rowwise, Scales, recipe_of
 from nanomegatron.mesh import World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
@@ -72,7 +72,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     return {
         "steps": found,
         "weights": weights_of(run),
-        "scale": scales.scale[1::3] if scales.recipe.name == "delayed" else None,
+        "scale": scales.scale[1::3] if scales.recipe.keeps_history else None,
         "alike": alike(run),
     }
 
@@ -160,7 +160,7 @@ RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
 def built(recipe: str, ours: bool = True):
     """ours: casts by the optimizer, which are not sharded here, but tensorwise ones too are made as if."""
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=16, init=Init(dtype=torch.bfloat16))
-    scales = Scales(Recipe(recipe), torch.device("cpu"))
+    scales = Scales(RECIPES[recipe](), torch.device("cpu"))
     quantize_layers(model, scales, range(2))
     kinds = {True: WeightCasts if ours else GatheredParams, False: GatheredParams}
     gathered = lambda param, shards: kinds[hasattr(param, "fp8")]  # noqa: E731
@@ -243,7 +243,7 @@ def test_a_rehearsal_leaves_no_trace():
     optimizer.cast_weights()
     assert scales.history[0, 1::3].all() and all(layer.optimizer_cast for layer in scales.layers.values())
     with pytest.raises(ValueError, match="gather=True"):
-        Recipe("rowwise", gather=True)
+        Rowwise(gather=True)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,8 @@ def test_fp8_weights_are_two_casts_and_perhaps_16_bits(sharding, gather, recipe,
     fp8 = memory(replace(run, precision=precision, parallel=parallel), *where)
     assert bf16["FP8 weights"] == 0 and fp8["FP8 weights"] == 2 * matrices
     assert bf16["weights"] - fp8["weights"] == (2 - kept) * matrices
-    assert Recipe.from_config(precision).cast_by_optimizer(sharding != "no_shard") == (kept == 0)
+    sharded = sharding != "no_shard"
+    assert casts_weights(recipe_of(precision), sharded) == precision.optimizer_casts(sharded) == (kept == 0)
     part = replace(precision, fp8_recipe="rowwise", fp8_param_gather=False, first_last_layers_bf16=True)
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     ranks = memory_of_ranks(replace(run, precision=part, parallel=parallel), *where)

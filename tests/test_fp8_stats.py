@@ -9,7 +9,7 @@ import torch
 
 import train
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales, Tensorwise
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.report.counters import KINDS, Fp8Stats, cast_losses
@@ -38,7 +38,7 @@ def row(numbers: dict, tensor: str) -> list[float]:
 
 def test_counts_by_hand():
     """Delayed, scale 1: E4M3 goes to 448 and down to 2^-9, E5M2 to 57344 and down to 2^-16; ties to zero."""
-    stats, scales, layer = new(Recipe("delayed"))
+    stats, scales, layer = new(Delayed())
     scales.no_history_yet = False
     layer.weight(weight := torch.tensor([[448.0, 449.0, 1.0, 0.0]]))  # of an evaluation before
     stats.begin()
@@ -68,7 +68,7 @@ def test_counts_by_hand():
 def test_losses_value_by_value(name, gradient):
     """Against x times the scale that each value has; blocks that are not whole, too."""
     torch.manual_seed(1)
-    _, _, layer = new(Recipe(name, gradient))
+    _, _, layer = new(RECIPES[name](gradient))
     x = torch.randn(130, 150, dtype=torch.bfloat16) * torch.exp(8 * torch.randn(130, 150)).bfloat16()
     x[::3, 7], x[5], x[6, 3] = 0.0, 0.0, INF
     x[7, 3], x[8, :140] = NAN, -1e5
@@ -82,11 +82,11 @@ def test_losses_value_by_value(name, gradient):
         assert saturated > 0 and underflow > 0
 
 
-@pytest.mark.parametrize("name", RECIPES[1:])
+@pytest.mark.parametrize("name", [*RECIPES][1:])
 def test_scales_of_the_values_themselves_do_not_saturate(name):
     torch.manual_seed(2)
     for i in range(40):
-        stats, _, layer = new(Recipe(name, margin=i % 2))
+        stats, _, layer = new(RECIPES[name](margin=i % 2))
         stats.begin()
         inputs = [torch.randn(32, 256) * 10 ** (-8 * torch.rand(()) - 2) for _ in range(3)]
         inputs[1][3] = 0.0  # the scale of zeros is 1, and is not reported
@@ -100,7 +100,7 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
 
 
 def test_what_is_not_finite_is_told():
-    stats, _, layer = new(Recipe("tensorwise"))
+    stats, _, layer = new(Tensorwise())
     stats.begin()
     layer.cast(torch.tensor([[NAN, 1.0], [2.0, 0.0]]), "x")
     layer.cast(torch.tensor([[INF, 500.0], [2.0, 0.0]]), "w")
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_told():
 
 def test_other_steps_do_nothing(monkeypatch):
     """Only between `begin` and `end` is there anything to call."""
-    stats, scales, one, two = new(Recipe("tensorwise"), "a.weight", "b.weight")
+    stats, scales, one, two = new(Tensorwise(), "a.weight", "b.weight")
     calls = []
     monkeypatch.setattr(stats, "_record", lambda slot, *_: calls.append(slot))
     weight, x = torch.randn(16, 16), torch.randn(16, 16)
@@ -144,7 +144,7 @@ def test_names_of_a_pipeline_of_unequal_ranks():
 
 def _on_a_stage(world: World) -> dict:
     mesh = Mesh.build(ParallelConfig(pipeline_model_parallel_size=3), world, CPU)
-    scales = Scales(Recipe("delayed"), CPU)
+    scales = Scales(Delayed(), CPU)
     scales.no_history_yet = False
     layers = [
         scales.add_layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]

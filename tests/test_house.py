@@ -18,18 +18,19 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2580          105            137      33      29      31
+checkpoint          2598          105            137      33      29      31
 commands            1109           45             82      30      11      21
-config              2370          113            137      10      44      48
-core                3209          149            202      60      14      49
+config              2375          113            138      10      44      49
+core                3207          149            200      60      14      49
 data                1755           70             86      22      15       9
 debug                652           30             45       4       4      12
-fast                1738           90             65      38       9       9
-faults               890           44             44       2       4      15
+fast                1747           90             65      38       9       9
+faults               890           44             42       2       4      15
 ops                 1750           93            152      86       2      24
-plan                1161           87             89      13       7      29
+plan                1158           87             88      13       7      28
 programs             770           20             46       1      16      10
-report              1474           71             70       7      12      16
+report              1472           71             69       7      12      16
+variants               0            0              0       0       0       0
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -6,7 +6,7 @@ import torch
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Delayed, Scales, Tensorwise
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -40,7 +40,7 @@ def whole(seed=0):
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_layer_multiplies_what_was_cast(name, wgrad):
     """To fp32's rounding the three products of the decoded tensors, in float64."""
-    recipe = Recipe(name, wgrad=wgrad)
+    recipe = RECIPES[name](wgrad=wgrad)
     _, fc1, _ = layers(ONE, False, recipe)
     x, grad = torch.randn(256, 1, H), torch.randn(256, 1, F)
     leaf = x.clone().requires_grad_()
@@ -61,7 +61,7 @@ def test_one_layer_multiplies_what_was_cast(name, wgrad):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_is_near_its_exact_self(name):
     """Behind two matmuls, one of E5M2: within a tenth of each result's norm."""
-    _, fc1, fc2 = layers(ONE, False, Recipe(name))
+    _, fc1, fc2 = layers(ONE, False, RECIPES[name]())
     x, grad = whole()
     found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
     fc2(fc1(found)).backward(grad)
@@ -73,7 +73,7 @@ def test_a_layer_is_near_its_exact_self(name):
 
 def run_layers(mesh, name, sequence_parallel, deferred=False, matmuls=None, wgrad=True):
     """Two steps of the pair on this rank's share; y, dx and dW of each, whole."""
-    tp, recipe = mesh.tp, Recipe(name, history=2, algo="max", wgrad=wgrad)
+    tp, recipe = mesh.tp, RECIPES[name](history=2, algo="max", wgrad=wgrad)
     scales, fc1, fc2 = layers(tp, sequence_parallel, recipe, matmuls=matmuls)
     own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
     later = WeightGradStore()
@@ -134,7 +134,7 @@ def test_weight_gradients_may_be_put_off(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_begins_with_gradients_of_its_own(name, kind):
     """Of a step's two microbatches the sum, whatever the step before has left in the buffer."""
-    _, fc1, _ = layers(ONE, False, Recipe(name))
+    _, fc1, _ = layers(ONE, False, RECIPES[name]())
     buckets, found = Buckets(fc1, ParallelConfig(), Mesh(), kind), []
     for numbers in ((0,), (1,), (0, 1)):
         buckets.zero(len(numbers))
@@ -174,7 +174,7 @@ def test_pieces_make_the_same(name, wgrad, size, files, tmp_path):
 
 
 def sent(mesh, fp8):
-    _, fc1, fc2 = layers(mesh.tp, True, Recipe("delayed"), torch.bfloat16)
+    _, fc1, fc2 = layers(mesh.tp, True, Delayed(), torch.bfloat16)
     if not fp8:
         fc1.linear = fc2.linear = LinearFunction.apply
     x = whole()[0][: S // 2].bfloat16().requires_grad_()
@@ -185,7 +185,7 @@ def sent(mesh, fp8):
 
 def test_an_evaluation_raises_no_amax():
     """The scales of a training step do not depend on what was evaluated before."""
-    scales, layer, _ = layers(ONE, False, Recipe("delayed"))
+    scales, layer, _ = layers(ONE, False, Delayed())
     for trains in (False, True):
         with torch.set_grad_enabled(trains):
             layer(torch.full((S, B, H), 7.0))
@@ -198,7 +198,7 @@ def test_the_sequence_is_gathered_in_fp8():
 
 
 def test_the_fp8_copy_is_what_is_kept():
-    _, fc1, _ = layers(ONE, False, Recipe("tensorwise"), torch.bfloat16)
+    _, fc1, _ = layers(ONE, False, Tensorwise(), torch.bfloat16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fc1(torch.randn(S, B, H, dtype=torch.bfloat16).requires_grad_())

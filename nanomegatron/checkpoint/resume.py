@@ -19,6 +19,7 @@ import torch
 from nanomegatron.checkpoint.checkpoint import load, module_states, read_state, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import remove_leftovers
+from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
@@ -138,8 +139,7 @@ def environment_info(run: Run) -> dict:
 
 def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
     """Collect what a checkpoint holds, with the optimizer's `states` -> pieces, copied FP8 scales `[...]`"""
-    scales = run.model.scales
-    fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
+    fp8 = {f"fp8/{name}": x for name, x in fp8_state(run.model.scales).items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
     return training_pieces(run.model.parameters(), states, run.mesh) + small, fp8
 
@@ -193,7 +193,7 @@ def load_checkpoint(run: Run) -> None:
         run.optimizer.reset_main()
         note_new_schedule(run)
     if run.model.scales is not None:
-        run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
+        load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
     run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
     before, now = loaded.state.get("circumstances", {}), environment_info(run)

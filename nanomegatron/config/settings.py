@@ -107,6 +107,15 @@ class PrecisionConfig:
         """The number that must divide all sizes of FP8 matmuls."""
         return 128 if self.fp8_recipe == "blockwise" else 16
 
+    @property
+    def fp8_experts(self) -> bool:
+        """Whether experts multiply in FP8: torch's grouped matmul takes a scale a row alone."""
+        return self.fp8_format is not None and self.fp8_recipe == "rowwise"
+
+    def optimizer_casts(self, sharded: bool) -> bool:
+        """Whether the optimizer casts FP8 weights; sharded: it holds only shards of them."""
+        return self.fp8_param_gather if sharded else self.fp8_recipe == "delayed"
+
     def fp8_layers(self, num_layers: int) -> range:
         """The layers whose matmuls are in FP8."""
         if self.fp8_format is None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
-from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Quantized, Scales
+from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Quantized, Rowwise, Scales
 from nanomegatron.fp8_linear import Fp8Input, cast_input
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
@@ -27,7 +27,7 @@ from nanomegatron.param import accumulate
 
 def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
     """Make the experts multiply in FP8, if the recipe is rowwise."""
-    if scales.recipe.name != "rowwise":
+    if not isinstance(scales.recipe, Rowwise):
         return
     first, second = (
         scales.add_layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")

@@ -18,9 +18,10 @@ from torch import nn
 
 from nanomegatron.config.settings import OptimizerConfig
 from nanomegatron.dp import Bucket, GatheredParams
-from nanomegatron.fp8 import E4M3
+from nanomegatron.fp8 import E4M3, ROLES, Recipe, Scales, all_reduce_amax_
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
+from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_scale
 from nanomegatron.optim import ShardState, ShardUpdates, segment_kind
 
 
@@ -82,7 +83,8 @@ class WeightCasts:
         """Start to gather the bytes, and make FP8 layers use them as their weights."""
         self.bucket.start_gather()
         for layer, cast in zip(self.layers, self.bucket.views(self.whole), strict=True):
-            layer.set_optimizer_cast(cast.view(E4M3))
+            layer.optimizer_cast = Fp8Matrix(cast.view(E4M3), layer.scales.inverses[layer.slot("w"), 0])
+            layer.cached_weight = None
         self.free_params()
 
     def free_params(self) -> None:
@@ -109,7 +111,24 @@ def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
     """The argument `gathered` of `dp.Buckets`: `WeightCasts` for the weights that the optimizer casts."""
     layer = getattr(param, "fp8", None)
     mixed = layer is not None and param.dtype == torch.bfloat16
-    return WeightCasts if mixed and layer.recipe.cast_by_optimizer(shards.size > 1) else GatheredParams
+    return WeightCasts if mixed and casts_weights(layer.recipe, shards.size > 1) else GatheredParams
+
+
+def casts_weights(recipe: Recipe, sharded: bool) -> bool:
+    """Whether the optimizer casts the weights; sharded: it holds only shards of them."""
+    return recipe.gather if sharded else recipe.keeps_history
+
+
+def update_weight_scales(scales: Scales) -> None:
+    """Compute the weights' scales from the amaxes that the optimizer has recorded in this step.
+
+    All-reduces these amaxes, all at once, over each axis.
+    """
+    recipe = scales.recipe
+    weights = slice(ROLES.index("w"), None, len(ROLES))
+    amax = all_reduce_amax_(scales.history[0, weights].clone(), scales.axes)
+    scales.scale[weights] = fp8_scale(amax, recipe.limit("w"), recipe.power_of_two)[0]
+    scales.update_inverses()
 
 
 class CastShard(ShardState):
@@ -172,7 +191,7 @@ class CastUpdates(ShardUpdates):
     def _cast_again(self, waiting: list[ShardState]) -> None:
         """Cast with scales from the amaxes of all weights, and gather."""
         if waiting:
-            waiting[0].bucket.gathered.scales.update_weight_scales()
+            update_weight_scales(waiting[0].bucket.gathered.scales)
         for shard in waiting:
             shard.publish()
             shard.bucket.gathered.start_gather()

@@ -13,6 +13,7 @@ import math
 import torch
 
 from nanomegatron import comm
+from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.run import Run
 from nanomegatron.step import forward_step, step_batches, token_count
 
@@ -36,7 +37,7 @@ def repeat_step(run: Run, iteration: int) -> tuple[float, float]:
     """
     now, scaler, scales = run.iteration, run.optimizer.scaler, run.model.scales
     scale = scaler.scale
-    fp8 = {} if scales is None else scales.state()
+    fp8 = fp8_state(scales)
     run.iteration = iteration - 1
     if scaler.dynamic:
         scaler.scale = torch.full_like(scale, scaler.minimum)
@@ -57,6 +58,6 @@ def repeat_step(run: Run, iteration: int) -> tuple[float, float]:
     run.iteration, scaler.scale = now, scale
     if scales is not None:
         scales.discard_step()
-        scales.load(fp8)
+        load_fp8_state(scales, fp8)
         run.optimizer.cast_weights()
     return loss, norm

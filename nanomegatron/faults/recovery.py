@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
+from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.checkpoint.resume import load_checkpoint
 from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.health import BadSteps, MachineFault
@@ -34,14 +35,14 @@ def small_state(run: Run) -> Callable[[], None]:
     """
     scales, scaler = run.model.scales, run.optimizer.scaler
     modules = {name: x.clone() for name, x in module_states(run.model).items()}
-    fp8 = scales.state() if scales is not None else {}
+    fp8 = fp8_state(scales)
     numbers = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
 
     def restore() -> None:
         for name, x in module_states(run.model).items():
             x.copy_(modules[name])
         if scales is not None:
-            scales.load(fp8)
+            load_fp8_state(scales, fp8)
         scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = numbers
 
     return restore

@@ -10,7 +10,6 @@ The plan assumes these paths, the default on GPUs.
 """
 
 from nanomegatron.config.check_layout import graph_impl
-from nanomegatron.config.settings import Config
 from nanomegatron.plan.layer import Sizes
 
 # The values of the code that allocates; tests/test_plan.py compares them.
@@ -59,9 +58,3 @@ def layer_graphs(sizes: Sizes, microbatches: int) -> float:
         return 0
     kept = layers + 4 + (3 * layers + 4) * (microbatches > 1)
     return kept * sizes.h * sizes.value
-
-
-def optimizer_casts(config: Config, sharded: bool) -> bool:
-    """Return whether the optimizer casts FP8 weights, as Recipe.cast_by_optimizer does."""
-    precision = config.precision
-    return precision.fp8_param_gather if sharded else precision.fp8_recipe == "delayed"

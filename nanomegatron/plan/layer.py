@@ -73,7 +73,7 @@ class Sizes:
         self.tp = parallel.tensor_model_parallel_size
         self.item = ITEMSIZE[config.dtype_name]  # bytes of a weight or an activation
         fp8 = precision.fp8_format is not None
-        self.fp8_experts = fp8 and precision.fp8_recipe == "rowwise"
+        self.fp8_experts = precision.fp8_experts
         self.fp8_head = fp8 and precision.fp8_output_proj
         self.input = 1 if fp8 and precision.fp8_wgrad else self.item  # per value of a matmul's kept input
         self.expert_input = self.input if self.fp8_experts else self.item

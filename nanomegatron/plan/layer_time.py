@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nanomegatron.plan.cluster import Cluster
-from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.layer import CPMode, Sizes
 
 LAYER_KERNELS = 16, 14, 7  # of a dense layer in F, B and W, without a graph
@@ -123,7 +122,7 @@ class LayerTimes:
                 if kind != "delayed":  # scales of the current values: their maximum first
                     parts[0]["other kernels"] += self._move(3 * k, 2)
                     parts[1]["other kernels"] += self._move(3 * n, 2)
-                if not optimizer_casts(sizes.config, sizes.parallel.sharding != "no_shard"):
+                if not sizes.config.precision.optimizer_casts(sizes.parallel.sharding != "no_shard"):
                     parts[0]["other kernels"] += self.cluster.move(4 * n * k)  # as if in each microbatch
         return parts
 

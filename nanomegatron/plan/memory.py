@@ -36,7 +36,7 @@ from typing import NamedTuple
 from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
-from nanomegatron.plan.fast import fused_loss, layer_graphs, optimizer_casts, piece_buffers, ring_buffers
+from nanomegatron.plan.fast import fused_loss, layer_graphs, piece_buffers, ring_buffers
 from nanomegatron.plan.gradients import ParamGroup, in_backward, in_the_end
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
@@ -190,7 +190,7 @@ def _states(config: Config, group: ParamGroup) -> dict[str, float]:
         return {"weights": params * item, "FP8 weights": 2 * fp8}
     moments = sum(4 if t == "fp32" else 2 for t in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     return {
-        "weights": (params - fp8 * optimizer_casts(config, shared > 1)) * item,
+        "weights": (params - fp8 * config.precision.optimizer_casts(shared > 1)) * item,
         "main weights": params * 4 * on_device / shared if item < 4 else 0,
         "gradients": grads,
         "Adam moments": params * moments * on_device / shared,

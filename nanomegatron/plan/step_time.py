@@ -26,7 +26,6 @@ from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.cluster import Cluster
-from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.plan.gradients import REDUCTIONS
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
@@ -200,7 +199,7 @@ def data_parallel(
     parallel, (forward, backward) = config.parallel, micro
     shards = sizes.shards(config)
     grad, item = ITEMSIZE[config.grad_dtype_name], sizes.item
-    item = 1 if parallel.sharding != "no_shard" and optimizer_casts(config, True) else item
+    item = 1 if parallel.sharding != "no_shard" and config.precision.optimizer_casts(True) else item
     strides = sizes.tp, sizes.etp * parallel.expert_model_parallel_size
     reduce = gather = writes = 0.0
     for count, ranks, stride in zip(params, shards, strides, strict=True):

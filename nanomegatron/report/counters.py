@@ -30,7 +30,7 @@ from torch import nn
 
 from nanomegatron.comm import all_gather_text, all_reduce_
 from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fp8 import E4M3, PER_TENSOR, ROLES, Scales
+from nanomegatron.fp8 import E4M3, ROLES, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_amax, fp8_decode, fp8_limit, fp8_scale
 from nanomegatron.router import Router, loss_weights
@@ -89,15 +89,13 @@ class Fp8Stats:
         scales.stats_hook = None
         most = torch.zeros(2, len(self.amax), device=self.device)
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
-        if recipe.name == "delayed" and not scales.no_history_yet:  # else the scales of this step's amax
+        if recipe.keeps_history and not scales.no_history_yet:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale
         amax, scale = all_reduce_(most, self.world, "max")
         values, saturated, underflow = all_reduce_(self.counts, self.world)
-        blocks = recipe.name == "blockwise"
         for i, role in enumerate(ROLES):
-            limit = fp8_limit(recipe.dtype(role), 0 if blocks else recipe.margin)
             of = slice(i, None, len(ROLES))
-            now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in PER_TENSOR)[0]
+            now = fp8_scale(amax[of], recipe.limit(role), recipe.power_of_two)[0]
             if role == "g":  # gradients of experts are in E4M3, in any format
                 ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
                 now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])

@@ -16,7 +16,7 @@ from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.fp8 import Rowwise, Scales
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
@@ -146,7 +146,7 @@ def test_fp8_is_what_its_casts_give(sizes, wgrad, monkeypatch):
 
     Rounding to bf16 between the two layers makes some casts another value of 3 bits.
     """
-    recipe = Recipe("rowwise", wgrad=wgrad)
+    recipe = Rowwise(wgrad=wgrad)
     with monkeypatch.context() as patch:
         patch.setattr(fp8_experts, "fp8_matmul", decoded)
         expected = of_fp8(GPU, recipe, sizes, False, False)
@@ -165,7 +165,7 @@ def test_fp8_behind_dispatchers_never_waits(alone, kind, form):
     args = x, probs, ids.where(ids > 2, ids % 2), grad
     buckets.zero(3)
     expected = run(experts, form, kind, *args)
-    quantize_experts(experts, Scales(Recipe("rowwise"), GPU))
+    quantize_experts(experts, Scales(Rowwise(), GPU))
     run(experts, form, kind, *args)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,0 +1,41 @@
+"""The FP8 state of a checkpoint: delayed scaling's amaxes and scales, by the global name of the layer.
+
+    NAME.fp8_history    [history, 3]    amaxes of x, w, g; row 0 is this step's
+    NAME.fp8_scale      [3]
+
+Other recipes have none: their scales are of the tensors themselves.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from nanomegatron.fp8 import Scales
+
+
+def fp8_state(scales: Scales | None) -> dict[str, torch.Tensor]:
+    """Copy each layer's state of x, w, g; {} without FP8 -> amaxes `[history, 3]`, scales `[3]`"""
+    if scales is None or not scales.recipe.keeps_history:
+        return {}
+    found = {}
+    for name, layer in scales.layers.items():
+        found[f"{name}.fp8_history"] = scales.history[:, layer.slots].clone()
+        found[f"{name}.fp8_scale"] = scales.scale[layer.slots].clone()
+    return found
+
+
+def load_fp8_state(scales: Scales, state: Mapping[str, torch.Tensor]) -> None:
+    """Restore what `fp8_state` returned. Raises ValueError if it is incomplete.
+
+    Zeros and ones come from a run in 16 bits, which has no history.
+    """
+    expected = fp8_state(scales)
+    missing = sorted(expected.keys() - state.keys())
+    if missing:
+        raise ValueError(f"no FP8 scales of {', '.join(missing)}")
+    for name, layer in scales.layers.items() if expected else ():
+        scales.history[:, layer.slots] = state[f"{name}.fp8_history"].to(scales.history.device)
+        scales.scale[layer.slots] = state[f"{name}.fp8_scale"].to(scales.scale.device)
+    scales.update_inverses()
+    scales.no_history_yet = not bool((scales.history != 0).any() | (scales.scale != 1).any())
+    scales.clear_weight_cache()
