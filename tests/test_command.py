@@ -137,5 +137,5 @@ def test_a_checkpoint_that_is_not_there_is_told_before_torch_is_imported(tmp_pat
     code += "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)"
     said = run("-c", code, "generate", "--load", str(tmp_path / "runs/x/ckpt"), cwd=ROOT, code=3)
     assert (
-        said == f"nanomegatron generate: no checkpoint in {tmp_path}/runs/x/ckpt, there is no such folder\n"
+        said == f"nanomegatron generate: no checkpoint in {tmp_path}/runs/x/ckpt; there is no such folder\n"
     )
