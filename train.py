@@ -403,6 +403,7 @@ def train_step(run: Run) -> StepReport:
 def finish(run: Run) -> int:
     """Evaluate at the end of training, log a sample and pictures, print the next command -> the exit code."""
     config, log = run.config, run.log
+    log.end_interval()
     run.signals.check_folders(run.mesh)
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
@@ -415,8 +416,11 @@ def finish(run: Run) -> int:
         where = "resumes from there"
         if run.saver.saved < run.iteration:
             where = f"resumes from step {run.saver.saved}: nothing is saved while steps are not finite"
-        text = f"stopped by {run.stop} after step {run.iteration}; the same command {where}"
-        code = preempted(log, text, iteration=run.iteration)
+        code = preempted(
+            log,
+            f"stopped by {run.stop} after step {run.iteration}; the same command {where}",
+            iteration=run.iteration,
+        )
         draw_pictures(run)  # the run is saved and its state is written, should a second signal come now
         return code
     draw_pictures(run)

@@ -120,7 +120,10 @@ def stream(
     limit = model.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= limit:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens; the model takes 1 to {limit}: shorten it")
+            raise ValueError(
+                f"prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; "
+                f"the model takes 1 to {limit}: shorten it"
+            )
     if not prompts:
         return
     ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]

@@ -70,7 +70,7 @@ def test_runs_are_listed_newest_first(capsys):
     age(write_run("middle", [4.0], train_iters=7), 130)
     (Path("runs") / "latest").symlink_to("new")
     header, *rows, mark = listed(capsys)
-    assert header == "run state step its loss last validation tok/s age".split()
+    assert header == "run state step its loss last validation its tok/s age".split()
     assert rows[0][:8] == ["new", "*", "preempted", "3/40", "3.2500", "2.5000", "300", "0"]
     assert rows[1] == "middle done 1/7 4.0000 2.5000 100 2 min".split()
     assert rows[2] == "old done 2/40 3.0000 2.5000 200 2 h".split()

@@ -188,7 +188,9 @@ def test_another_tokenizer_or_split_is_other_data(corpus, tmp_path):  # noqa: F8
     load = [*arguments(corpus, flags, "--train-iters 2"), "--load", "runs/test/ckpt", "--run-name"]
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
     said = output_of(tmp_path, [*load, "a", *null], train.BAD_CONFIG)
-    assert "was trained on words, with tokenizer {'type': 'ByteTokenizer'}, not {'type': 'NullTokenizer'" in said
+    assert (
+        "was trained on words, with tokenizer {'type': 'ByteTokenizer'}, not {'type': 'NullTokenizer'" in said
+    )
     said = output_of(tmp_path, [*load, "b", "--split", "80,20,0"], train.BAD_CONFIG)
     assert "train data 1, words: sequences 0..36 -> 0..32 (--split)" in said
     said = output_of(tmp_path, [*load, "c", *null, "--finetune"], train.DONE)

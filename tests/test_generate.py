@@ -152,9 +152,9 @@ def test_stops_at_longest_sequence(model):
         (
             [[1], [1] * (LONGEST + 1)],
             {},
-            f"prompt 1 has 33 tokens; the model takes 1 to {LONGEST}: shorten it",
+            f"prompt 2 of 2 has 33 tokens; the model takes 1 to {LONGEST}: shorten it",
         ),
-        ([[]], {}, "prompt 0 has 0 tokens"),
+        ([[]], {}, "prompt 1 of 1 has 0 tokens"),
         ([[1]], {"temperature": -0.5}, "temperature -0.5"),
         ([[1]], {"temperature": math.nan}, "temperature nan"),
         ([[1]], {"top_k": -1}, "top-k -1"),
@@ -380,7 +380,7 @@ def test_interactive_continues_each_line(trained, monkeypatch, capsys):
     expected = [continued(models[20], [line], 30, seed=i)[0] for i, line in enumerate(lines) if i != 1]
     expected.insert(1, "x" * 65)
     assert (code, out) == (0, "\n---\n".join(expected) + "\n")
-    assert err == "nanomegatron generate: prompt 0 has 65 tokens; the model takes 1 to 64: shorten it\n"
+    assert err == "nanomegatron generate: prompt 1 of 1 has 65 tokens; the model takes 1 to 64: shorten it\n"
 
 
 class Terminal(io.StringIO):
@@ -418,7 +418,7 @@ def test_text_comes_in_whole_characters():
 @pytest.mark.parametrize(
     "flags, code, message",
     [
-        (["--prompt", "x" * 65], 2, "prompt 0 has 65 tokens; the model takes 1 to 64"),
+        (["--prompt", "x" * 65], 2, "prompt 1 of 1 has 65 tokens; the model takes 1 to 64"),
         (["--temperature", -1], 2, "temperature -1.0"),
         (["--tokenizer-type", "TikTokenizer"], 2, "--tokenizer-type TikTokenizer needs --tokenizer-model"),
         (["--tokenizer-model", "x"], 2, "--tokenizer-model x: give --tokenizer-type"),

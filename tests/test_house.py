@@ -19,8 +19,8 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2598          105            137      33      29      31
-commands            1109           45             82      30      11      21
-config              2375          113            138      10      44      49
+commands            1110           45             82      30      11      21
+config              2377          113            138      10      44      49
 core                3207          149            200      60      14      49
 data                1755           70             86      22      15       9
 debug                652           30             45       4       4      12
@@ -29,7 +29,7 @@ faults               890           44             42       2       4      15
 ops                 1750           93            152      86       2      24
 plan                1158           87             88      13       7      28
 programs             770           20             46       1      16      10
-report              1472           71             69       7      12      16
+report              1481           71             70       7      12      16
 variants               0            0              0       0       0       0
 """
 

@@ -105,6 +105,16 @@ def test_log_has_megatrons_lines(tmp_path):
     )
 
 
+def test_steps_before_a_stop_have_a_line(tmp_path):
+    log = started(tmp_path)
+    for i in range(1, 14):
+        log.step(record(i, lm_loss=float(i)))
+    log.end_interval()
+    log.end_interval()
+    rows = [line.split() for line in log.stream.getvalue().splitlines()[1:]]
+    assert [row[0] for row in rows] == ["1", "10", "13"] and rows[-1][1] == "12.0000"
+
+
 def test_series_is_one_json_object_a_step(tmp_path):
     log = started(tmp_path / "run", metrics_jsonl=str(tmp_path / "deep" / "extra.jsonl"))
     log.step(record(1, lm_loss=0.1 + 0.2, grad_norm=float("inf")))

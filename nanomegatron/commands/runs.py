@@ -69,7 +69,8 @@ def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
         print(escaped(f"! {folder / 'config.toml'}: damaged ({error})"), file=sys.stderr)
         length = "-"
     cells = [folder.name + " *" * (folder.resolve() == newest), state_of(folder)]
-    cells += [f"{step.get('iteration', 0)}/{length}", *losses, number(step.get("tokens_per_s"), ",.0f")]
+    iteration = step.get("iteration", held_out.get("iteration", 0))
+    cells += [f"{iteration}/{length}", *losses, number(step.get("tokens_per_s"), ",.0f")]
     return time.time() - max(times), cells
 
 
@@ -100,7 +101,7 @@ def last_record(path: Path, split: str | None = None) -> dict[str, Any]:
 
 def run_table(rows: list[tuple[float, list[str]]]) -> str:
     """Return the rows, newest first, as aligned columns, within the width of a terminal."""
-    table = [["run", "state", "step", "its loss", "last validation", "tok/s", "age"]]
+    table = [["run", "state", "step", "its loss", "last validation", "its tok/s", "age"]]
     for seconds, cells in sorted(rows, key=lambda row: row[0]):
         size, unit = next((pair for pair in AGES if seconds >= pair[0]), AGES[-1])
         table.append([*cells, f"{max(0, seconds) // size:.0f} {unit}"])

@@ -79,6 +79,8 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
         return f"; it is one iteration: give {root.parent}, with --ckpt-step {int(root.name[5:])}"
     if pickle := next((path.name for path in sorted(root.glob("pytorch_model*.bin"))), ""):
         return f"; {pickle} is a pickle, which is not read: save it again with transformers' save_pretrained"
+    if (root / "metrics.jsonl").is_file() or (root.parent / "metrics.jsonl").is_file():
+        return "; the run there has saved none yet: Ctrl-C saves and stops it, --save-interval saves sooner"
     if (root / "config.json").is_file():
         return "; it has a config.json and no weights: copy model.safetensors there too"
     there = sorted(path.name for path in root.glob("*") if re.fullmatch(r"release|iter_\d+", path.name))

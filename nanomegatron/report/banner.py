@@ -97,7 +97,7 @@ def buckets_text(buckets: Buckets) -> str:
         experts = f" (of experts {sizes[True]})" if True in sizes else ""
         what = "optimizer states" + " and gradients" * buckets.pooled
         text.append(f"{what} cut over {sizes[False]} ranks{experts}")
-    if len(buckets.all) > 1:
+    if len(buckets.all) > 1 and any(bucket.axis.size > 1 for bucket in buckets.all):
         text.append(f"{len(buckets.all)} buckets of up to {max(b.size for b in buckets.all):,} elements")
     if buckets.grad_dtype != torch.float32:
         text.append(f"gradients in {str(buckets.grad_dtype).removeprefix('torch.')}")
@@ -113,12 +113,14 @@ def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> I
     """Yield lines on the data and batches of a run of `samples` samples, and the folder of its files."""
     run, dp = config.run, config.parallel.data_parallel_size
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), datasets, strict=True) if d]
-    yield f"data    {', '.join(sizes)} {batch_text(config)} | {run.train_iters} iterations | seed {run.seed}"
+    what = f"{run.eval_iters} batches evaluated" if run.eval_only else f"{run.train_iters} iterations"
+    yield f"data    {', '.join(sizes)} {batch_text(config)} | {what} | seed {run.seed}"
     grows = [f"{size} from sample {start}" for start, size in stages(config.data, dp)]
     if len(grows) > 1:
         shown = [*grows[:3], "...", *grows[-2:]] if len(grows) > 6 else grows
         yield f"batch   {', '.join(shown)} | {samples} samples in all"
-    yield f"files   {folder}/ | Ctrl-C saves and stops, the same command resumes from there"
+    saves = " | Ctrl-C saves and stops, the same command resumes from there"
+    yield f"files   {folder}/" + saves * (not run.eval_only)
 
 
 def commit() -> str:

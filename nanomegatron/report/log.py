@@ -222,6 +222,11 @@ class RunLog:
                 self._bar.update(1)
         iteration = record["iteration"]
         if not self._lines or iteration == self.train_iters or iteration % self.config.run.log_interval == 0:
+            self.end_interval()
+
+    def end_interval(self) -> None:
+        """Write a line of the steps since the last one, if there are any: those before a stop."""
+        if self._interval:
             self._log_interval(_mean(self._interval))
             self._interval = []
 

@@ -117,28 +117,33 @@ def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
-    """Return lines on bubbles, cost of each kind of op, longest waits, and the one furthest above plan.
+    """Return lines on bubbles, ops' medians on each rank, longest waits, and the one furthest above plan.
 
     Times are of the pipeline's ops: a step's reduction of gradients and its optimizer are not recorded.
     """
-    took: dict[str, list[float]] = {}
+    took: dict[int, dict[str, list[float]]] = {}
     for event in measured.events:
-        took.setdefault(event.op.kind, []).append(event.end - event.start)
-    medians = {kind: statistics.median(times) for kind, times in took.items()}
-    costs = ", ".join(f"{kind} {median:.3g}" for kind, median in medians.items())
+        took.setdefault(event.rank, {}).setdefault(event.op.kind, []).append(event.end - event.start)
+    costs = []
+    for row, kinds in took.items():
+        medians = [f"{kind} {statistics.median(times):.3g}" for kind, times in kinds.items()]
+        costs.append(f"rank {recording.drawn[row]} {', '.join(medians)}")
     found = [w for w in waits(recording, planned, measured) if w.length > SHORT * measured.total]
     shown = list(dict.fromkeys(found[:3] + sorted(found, key=lambda wait: wait.planned - wait.length)[:1]))
     what = "the longest waits, and the one furthest above plan:" if shown else "hardly a wait between them"
     return [
         f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
         "only forward and backward ops: no reduction of gradients, no optimizer",
-        f"an op takes {costs} ms (median); {what}",
+        f"an op takes, in ms, median: {'; '.join(costs)}",
+        what,
         *(_words(recording, wait) for wait in shown),
     ]
 
 
 def _total(what: str, timeline: Timeline) -> str:
-    return f"{what} {timeline.total:.4g} ms, bubble {100 * timeline.bubble:.1f} % of ideal time"
+    ideal = timeline.total / (1 + timeline.bubble)  # the mean time that a rank computes
+    bubble = f"bubble {100 * timeline.bubble:.1f} % of ideal time {ideal:.4g} ms"
+    return f"{what} {timeline.total:.4g} ms, {bubble}"
 
 
 def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[Wait]:
