@@ -34,7 +34,7 @@ from nanomegatron.moe import GroupedExperts, MoELayer, accumulate_outer
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
-from nanomegatron.router import Choice
+from nanomegatron.router import RouterOutput
 
 MODELS = {
     "mixtral": "--config mixtral-8x7b --seq-length 4096 --micro-batch-size 2",
@@ -96,7 +96,10 @@ class Layer:
             probs, ids = router(self.x.flatten(0, 1), self.batch)
         probs.requires_grad_()
         router.forward = lambda *_: (probs, ids)
-        router.choose, router.balance = lambda *_: Choice(probs, ids, ids, probs, None), lambda *_: probs
+        router.choose, router.balance = (
+            lambda *_: RouterOutput(probs, ids, ids, probs, None),
+            lambda *_: probs,
+        )
         self.layer.experts.forward = lambda rows, *_: rows
         return self.both
 

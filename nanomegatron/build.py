@@ -1,7 +1,7 @@
 """The one place that builds a model and picks its fast paths.
 
     config, mesh -> PeerAccess -> Paths, and why        paths_for
-    config, mesh -> Stages of GPTModels                 build
+    config, mesh -> Stages of GPTModels                 build, with the variants that flags ask for
     model, Paths -> model with these paths              install, before its parameters go into buckets
     model, Paths -> Buckets, Optimizer                  build_optimizer
 
@@ -47,8 +47,15 @@ from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages, execute
+from nanomegatron.router import Router
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+from nanomegatron.variants.router_capacity import drop
+from nanomegatron.variants.router_forced_balance import random_logits
+from nanomegatron.variants.router_groups import best_of_groups
+from nanomegatron.variants.router_jitter import jittered_logits
+from nanomegatron.variants.router_losses import add_global_counts, global_aux_loss, seq_aux_loss
+from nanomegatron.variants.router_sinkhorn import sinkhorn_routing
 
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
@@ -159,6 +166,35 @@ def install(stages: Stages, paths: Paths) -> Stages:
     return stages
 
 
+def pick_variants(model: nn.Module) -> None:
+    """Set on the modules of a new model the functions of variants/ that their configs ask for."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            pick_router(module)
+
+
+def pick_router(router: Router) -> None:
+    """Set what a router does otherwise than the core: logits, a choice of experts, drops, losses."""
+    config = router.config
+    if config.moe_input_jitter_eps:
+        router.compute_logits = jittered_logits
+    if config.moe_router_force_load_balancing:
+        router.compute_logits = partial(random_logits, compute_logits=router.compute_logits)
+    if config.moe_router_group_topk:
+        router.best_experts = best_of_groups
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        router.choose_experts = sinkhorn_routing
+    if config.moe_expert_capacity_factor:
+        router.drop = drop
+    if "global_aux_loss" in router.losses:
+        add_global_counts(router)
+    router.loss_functions = {
+        **router.loss_functions,
+        "seq_aux_loss": seq_aux_loss,
+        "global_aux_loss": global_aux_loss,
+    }
+
+
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
     """Build this rank's chunks of the model of a resolved config: new weights, no fast paths."""
     parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
@@ -179,6 +215,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 stage=Stage(layers[stage], first, last, mesh, words),
             )
         )
+        pick_variants(chunks[-1])
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = Stages(chunks, mesh, parallel.schedule, group)
     if fp8 := config.precision.fp8_layers(config.model.num_layers):

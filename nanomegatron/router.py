@@ -1,35 +1,34 @@
 """The router: chooses the experts of each token and their weights, and keeps the experts' load balanced.
 
-    x [t, h] -> logits x W^T + b [t, E] -> ids of the k best, probs [t, k] -> id -1 for copies over capacity
+    x [t, h] -> logits x W^T + b [t, E] -> ids of the k best, probs [t, k]
 
     scores                              the best by               probs of the chosen
     softmax                             logits                    softmax of their k logits         Mixtral
     softmax, moe_router_pre_softmax     softmax(logits)           as they are                       Qwen
     sigmoid                             sigmoid(logits) + bias    sigmoid / sum of the k, if k > 1  DeepSeek
-    any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
-                                        expert the same load      sigmoid for k = 1
 
 A copy is one token for one of its k experts. b is there where linear layers have biases; that of DeepSeek's
-choice is another one. Sinkhorn's table covers a microbatch on one replica: the tokens of all tp and cp ranks,
-so it does not depend on the layout. (Megatron's covers the tokens of one rank.)
+choice is another one.
 
 Losses, each with a weight; microbatches are weighted by their tokens. P_e is expert e's mean score over a
 microbatch's tokens on tp and cp, f_e its share of these tokens' k choices (the f_e sum to 1)
 
-    aux_loss           E sum f_e P_e                    f, P of a microbatch on one replica
-    seq_aux_loss       the mean of that over samples    f, P of a sample
-    global_aux_loss    E sum f_e P_e                    f of all replicas' microbatches so far in this step;
-                                                        Megatron's gradient is smaller by a factor dp
-    z_loss             mean of logsumexp(logits)^2
+    aux_loss    E sum f_e P_e
+    z_loss      mean of logsumexp(logits)^2
 
 Only P has a gradient. Each rank differentiates its own tokens' share of P and sums f over the ranks, so the
 ranks' gradients add up to the whole under any tp, cp and pp (docs/moe.md: what else the losses depend on).
-As in Megatron, tokens that the main loss masks take part, and f counts the k best scores before bias, group
-limit and drops. Not counted are padding of packs and forwards without autograd, which are recomputed with it.
-(Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
+As in Megatron, tokens that the main loss masks take part, and f counts the k best scores before the bias.
+Not counted are padding of packs and forwards without autograd, which are recomputed with it.
+
+Slots, which `build.py` fills with whole functions of `variants/`: `compute_logits` (input jitter, forced
+balance), `choose_experts` (sinkhorn), `best_experts` (of groups), `drop` (a capacity), rows of
+`loss_functions`.
+(Switch, arXiv 2101.03961; z-loss 2202.08906; bias 2408.15664)
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,10 +38,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.ops import dropout
 from nanomegatron.param import Init, ParamSpec, accumulate, add_grad, add_product, new_parameter, replica
-
-SINKHORN_ROUNDS, SINKHORN_TOLERANCE = 1000, 1e-4  # the most rounds; the mean change at which they end
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
@@ -52,90 +48,37 @@ def loss_weights(config: TransformerConfig) -> dict[str, float]:
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
-def choose(
-    logits: torch.Tensor,
-    config: TransformerConfig,
-    bias: torch.Tensor | None = None,
-    table: torch.Tensor | None = None,
+@torch.no_grad()
+def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return the k experts with the best scores. scores `[t, E]` -> ids `[t, k]`"""
+    return scores.topk(config.moe_router_topk).indices
+
+
+def choose_experts(
+    router: "Router", logits: torch.Tensor, batch: Batch, token_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
 
-    bias `[E]` is added to sigmoid scores for the choice only. table `[t, E]`: the result of `sinkhorn`, which
-    replaces the scores in the choice (in training); ties then go to the lower id.
+    The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
+    false for padding, are for variants.
     """
-    k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
-    if "sinkhorn" in config.moe_router_load_balancing_type:
-        scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
-        ids = (scores if table is None else table).sort(descending=True, stable=True).indices[:, :k]
-        return scores.gather(1, ids), ids
+    config, bias = router.config, router.expert_bias
+    sigmoid = config.moe_router_score_function == "sigmoid"
     before = config.moe_router_pre_softmax
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
-    ids = best_experts(scores if bias is None else scores + bias, config)
+    ids = router.best_experts(scores if bias is None else scores + bias, config)
     probs = scores.gather(1, ids)
-    if sigmoid and k > 1:
+    if sigmoid and config.moe_router_topk > 1:
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
     elif not sigmoid and not before:
         probs = probs.softmax(-1)
     return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
 
 
-@torch.no_grad()
-def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """Return the k best experts, with a group limit only of the best groups. scores `[t, E]` -> ids `[t, k]`
-
-    A group is E / groups consecutive experts; its score is the sum of its k / limit best scores.
-    """
-    k, groups, limit = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
-    if limit:
-        worth = scores.unflatten(1, (groups, -1)).topk(k // limit).values.sum(-1)
-        taken = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(limit).indices, True)
-        scores = scores.masked_fill(~taken.repeat_interleave(scores.shape[1] // groups, 1), -math.inf)
-    return scores.topk(k).indices
-
-
-@torch.no_grad()
-def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Scale rows and columns of exp(logits) until all rows have one sum, and all columns another.
-
-    logits `[t, E]` -> `[t, E]`, over the tokens of all ranks of the axis; real `[t, 1]`: false for padding.
-    Each round all-reduces E numbers, and the host waits for them. A few tokens with logits far apart would
-    take thousands of rounds, hence the limit. fp64: equal entries stay equal in any order of ranks' sums.
-    (arXiv 2202.01169)
-    """
-    table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
-    tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
-    n = all_reduce(tokens.sum(), axis).clamp(min=1)
-    columns = table.new_ones(table.shape[1])
-    for _ in range(SINKHORN_ROUNDS):
-        rows = 1 / (n * (table @ columns))
-        sums = all_reduce((tokens * rows) @ table, axis)
-        before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
-        moved = (before - columns).abs().mean()
-        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= SINKHORN_TOLERANCE:  # large: 1e-10 x
-            break
-    return (columns * table * rows[:, None]).float()
-
-
 def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
     """Return how many of a rank's `tokens` tokens an expert takes at most; None: no limit."""
     factor = config.moe_expert_capacity_factor
     return factor and math.ceil(tokens * config.moe_router_topk / config.num_experts * factor)
-
-
-@torch.no_grad()
-def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """Return the ids, with -1 for copies over their expert's capacity. probs, ids `[t, k]` -> `[t, k]`
-
-    An expert keeps the copies with the largest probs, or with the policy "position" the first tokens'.
-    """
-    t, rank, capacity = len(ids), probs, expert_capacity(len(ids), config)
-    if capacity is None or capacity >= t:
-        return ids
-    if config.moe_token_drop_policy == "position":
-        rank = torch.arange(t, 0, -1.0, device=ids.device)[:, None].expand_as(probs)
-    table = probs.new_full((t, config.num_experts), -math.inf).scatter(1, ids, rank)
-    kept = torch.zeros_like(table, dtype=torch.bool).scatter(0, table.topk(capacity, dim=0).indices, True)
-    return ids.where(kept.gather(1, ids), -1)
 
 
 def count_copies(
@@ -161,10 +104,20 @@ def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
 
 
-def z_loss(logits: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum logsumexp(logits)^2 over tokens, or over real `[t, 1]` ones. logits `[t, E]` -> `[]`"""
-    squares = logits.logsumexp(-1, keepdim=True).square()
-    return (squares if real is None else squares * real).sum()
+def aux_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
+
+    output: the router's, with the best by scores `[t, E]` as `best`; batch is for variants -> `[]`
+    """
+    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
+    # without sequence parallelism tp times the counts: tp ranks have the same tokens
+    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
+
+
+def z_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum logsumexp(logits)^2 over this rank's tokens; arguments as in `aux_loss` -> `[]`"""
+    squares = output.logits.logsumexp(-1, keepdim=True).square()
+    return (squares if output.token_mask is None else squares * output.token_mask).sum()
 
 
 def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -221,14 +174,21 @@ class LossFunction(torch.autograd.Function):
         return grad, ctx.scale, None
 
 
-class Choice(NamedTuple):
+class RouterOutput(NamedTuple):
     """The experts chosen for this rank's tokens, of all E experts."""
 
     probs: torch.Tensor  # fp32 [t, k]
     ids: torch.Tensor  # int32 [t, k], -1 for a dropped copy
     best: torch.Tensor  # int64 [t, k], the ids before dropping
     logits: torch.Tensor  # fp32 [t, E]
-    real: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
+    token_mask: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
+
+
+def compute_logits(router: "Router", x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
+    logits = GateFunction.apply(x, router.weight, dtype).float()
+    return logits if router.bias is None else logits + router.bias.float()
 
 
 class Router(nn.Module):
@@ -239,9 +199,14 @@ class Router(nn.Module):
                         ranks they add up to the mean loss times the tokens of the global batch
     expert_bias         `[E]`, or None: `move_expert_biases` changes it between steps
 
-    In training each loss but z_loss all-reduces counts, at most `[b, E]`, over tp and cp or all replicas, and
-    sinkhorn `[E]` in each round.
+    In training aux_loss all-reduces counts `[E]` over tp and cp. Slots that `build.py` may fill stand first.
     """
+
+    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
+    best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
+    drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
+    loss_functions: dict[str, Callable] = {"aux_loss": aux_loss, "z_loss": z_loss}
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
@@ -258,7 +223,7 @@ class Router(nn.Module):
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        for name in ("counts", "dropped", "global_counts"):  # the last: of all replicas, for global_aux_loss
+        for name in ("counts", "dropped"):
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
         self.register_buffer("values", torch.zeros(len(self.losses), device=init.device), persistent=False)
@@ -270,83 +235,51 @@ class Router(nn.Module):
 
     def begin_step(self) -> None:
         """Zero the counts, before the first microbatch of a step."""
-        torch._foreach_zero_([self.counts, self.dropped, self.global_counts])
-        self.values.zero_()
+        for name, buffer in self.named_buffers():
+            if name != "expert_bias":
+                buffer.zero_()
 
     def forward(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses read the batch's aux_scale and sample_ids, packs and jitter its residual_positions."""
-        choice = self.choose(x, batch)
-        return self.balance(choice, batch), choice.ids
+        """Losses read the batch's aux_scale, packs its residual_positions."""
+        output = self.choose(x, batch)
+        return self.balance(output, batch), output.ids
 
-    def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
-        """First half of the forward: choose experts for x `[t, h]` and drop copies over their capacity."""
-        config, t = self.config, len(x)
-        real, table = None, None
+    def choose(self, x: torch.Tensor, batch: Batch) -> RouterOutput:
+        """First half of the forward: choose experts for x `[t, h]`."""
+        token_mask = None
         if batch.cu_seqlens is not None:
-            positions = batch.residual_positions
-            real = (positions >= 0).repeat_interleave(t // len(positions), output_size=t)[:, None]
-        logits = self._logits(x, batch)
-        if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
-            table = sinkhorn(logits, self.mesh.tp_cp, real)
-        probs, best = choose(logits, config, self.expert_bias, table)
-        return Choice(probs, drop(probs, best, config).int(), best, logits, real)
+            real = batch.residual_positions >= 0
+            token_mask = real.repeat_interleave(len(x) // len(real), output_size=len(x))[:, None]
+        logits = self.compute_logits(self, x, batch)
+        probs, best = self.choose_experts(self, logits, batch, token_mask)
+        ids = best if self.drop is None else self.drop(probs, best, self.config)
+        return RouterOutput(probs, ids.int(), best, logits, token_mask)
 
-    def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
+    def balance(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
         """Second half: in training count the copies and attach the losses to probs -> `[t, k]`"""
-        probs, ids, best, _, real = choice
+        probs, ids, best, _, token_mask = output
         if not (self.training and torch.is_grad_enabled()):
             return probs
-        self.counts += count_copies(best, self.config.num_experts, of=real)[0]
-        if self.config.moe_expert_capacity_factor:
-            lost = ids < 0 if real is None else (ids < 0) & real
+        self.counts += count_copies(best, self.config.num_experts, of=token_mask)[0]
+        if self.drop is not None:
+            lost = ids < 0 if token_mask is None else (ids < 0) & token_mask
             self.dropped += count_copies(best, self.config.num_experts, of=lost)[0]
         if not self.losses or batch.aux_scale is None:
             return probs
-        return LossFunction.apply(probs, self._loss(choice, batch), batch.aux_scale)
+        return LossFunction.apply(probs, self.loss(output, batch), batch.aux_scale)
 
-    def _logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The router's logits, of jittered x or with forced balance if configured -> fp32 `[t, E]`"""
-        config, site = self.config, -1 - self.config.num_layers - self.layer  # after attention's sites
-
-        def jitter(x: torch.Tensor, eps: float) -> torch.Tensor:
-            place = batch.dropout_seed, site, batch.residual_positions, batch.sample_ids
-            rows = x.view(len(batch.residual_positions), -1, x.shape[1])
-            return dropout.jitter(rows, eps, *place).view_as(x)
-
-        if config.moe_input_jitter_eps and batch.dropout_seed is not None:
-            x = jitter(x, config.moe_input_jitter_eps)
-        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype)
-        logits = GateFunction.apply(x, self.weight, dtype).float()
-        if self.bias is not None:
-            logits = logits + self.bias.float()
-        if config.moe_router_force_load_balancing and batch.dropout_seed is not None:
-            logits = logits + (jitter(torch.ones_like(logits), 1.0) - logits).detach()
-        return logits
-
-    def _loss(self, choice: Choice, batch: Batch) -> torch.Tensor:
-        """This rank's part of the weighted sum of all losses, times the microbatch's tokens."""
-        config, (_, _, ids, logits, real) = self.config, choice
-        columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
-        if config.moe_router_score_function == "softmax":
-            scores = logits.softmax(-1)
+    def loss(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
+        """This rank's part of the weighted sum of all losses, times the microbatch's tokens -> `[]`"""
+        if self.config.moe_router_score_function == "softmax":
+            scores = output.logits.softmax(-1)
         else:
-            scores = logits.sigmoid()
+            scores = output.logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        if self.expert_bias is not None or config.moe_router_group_topk:
-            ids = scores.topk(config.moe_router_topk).indices
-        scores = scores if real is None else scores * real
-        counts, values = count_copies(ids, config.num_experts, columns, real), []
-        for name in self.losses:
-            if name == "z_loss":
-                values.append(z_loss(logits, real))
-                continue
-            each = counts if name == "seq_aux_loss" else counts.sum(0, keepdim=True)
-            if name == "global_aux_loss":
-                self.global_counts += all_reduce(all_reduce(each[0], self.tokens_axis), self.mesh.dp_cp)
-                each = self.global_counts[None]
-            else:  # without sequence parallelism tp times the counts: tp ranks have the same tokens
-                each = all_reduce(each, self.mesh.tp_cp)
-            values.append(load_loss(scores, each))
+        if self.expert_bias is not None or self.best_experts is not best_experts:  # not by scores alone
+            output = output._replace(best=scores.topk(self.config.moe_router_topk).indices)
+        if output.token_mask is not None:
+            scores = scores * output.token_mask
+        values = [self.loss_functions[name](self, output, scores, batch) for name in self.losses]
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
 

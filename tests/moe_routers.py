@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanomegatron import router
+from nanomegatron.build import pick_router
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
-from nanomegatron.router import Choice, Router
+from nanomegatron.router import Router, RouterOutput
 
 S, H, E = 8, 6, 8
 GROUPS = dict(router_num_groups=4, router_group_topk=2)
@@ -34,7 +36,20 @@ def router_of(config, axes=None, weight=None, **init):
     router = Router(config, 0, axes or Mesh(), init)
     if weight is not None:
         router.weight.data.copy_(weight)
+    pick_router(router)
     return router
+
+
+def choose(logits, config, bias=None, seed=None):
+    """What a router of this config and bias chooses by logits `[t, E]`: probs, ids, before any is dropped."""
+    router = router_of(config)
+    router.expert_bias = bias
+    return router.choose_experts(router, logits, batch_of(seed=seed), None)
+
+
+def z_loss(logits):
+    """The loss of all tokens with logits `[t, E]`."""
+    return router.z_loss(None, RouterOutput(None, None, None, logits, None), None, None)
 
 
 class FixedRouter:
@@ -48,9 +63,9 @@ class FixedRouter:
 
     def choose(self, x, batch):
         self.pause()
-        return Choice(self.probs, self.ids, self.ids.long(), None, None)
+        return RouterOutput(self.probs, self.ids, self.ids.long(), None, None)
 
-    def balance(self, choice, batch):
+    def balance(self, output, batch):
         self.pause()
         return self.probs
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.router import count_copies, load_loss, z_loss
-from tests.moe_routers import E, H, batch_of, close, router_of, settings
+from nanomegatron.router import count_copies, load_loss
+from tests.moe_routers import E, H, batch_of, close, router_of, settings, z_loss
 from tests.spmd import run_spmd
 from tests.test_cp_dynamic import arguments, documents, outcome, train_on_a_rank
 

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanomegatron.comm import own_slice
 from nanomegatron.recompute import recomputed
-from nanomegatron.router import choose, count_copies, load_loss, z_loss
+from nanomegatron.router import count_copies, load_loss
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,
@@ -15,11 +15,13 @@ from tests.moe_routers import (
     H,
     S,
     batch_of,
+    choose,
     close,
     megatron,
     router_of,
     settings,
     sum_counts,
+    z_loss,
 )
 from tests.spmd import run_spmd
 

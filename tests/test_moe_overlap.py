@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanomegatron.build import pick_variants
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
@@ -62,6 +63,7 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     size = config.moe_shared_expert_intermediate_size
     shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
     layer = MoELayer(config, 1, mesh, init, activation(config), shared)
+    pick_variants(layer)
     if form is not None:
         form.install(layer)
     discard_activations(layer, config.recompute_modules)

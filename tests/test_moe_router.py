@@ -7,23 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron import router as routing
+from nanomegatron.build import build, pick_router
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
 from nanomegatron.param import Init, WeightGradStore
-from nanomegatron.router import (
-    SINKHORN_ROUNDS,
-    GateFunction,
-    Router,
-    best_experts,
-    choose,
-    count_copies,
-    drop,
-    expert_capacity,
-    move_expert_biases,
-    sinkhorn,
-)
+from nanomegatron.router import GateFunction, Router, count_copies, expert_capacity, move_expert_biases
+from nanomegatron.variants import router_sinkhorn
+from nanomegatron.variants.router_capacity import drop
+from nanomegatron.variants.router_groups import best_of_groups
+from nanomegatron.variants.router_sinkhorn import SINKHORN_ROUNDS, sinkhorn
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,
@@ -31,6 +24,7 @@ from tests.moe_routers import (
     H,
     S,
     batch_of,
+    choose,
     close,
     megatron,
     router_of,
@@ -38,6 +32,7 @@ from tests.moe_routers import (
     sum_counts,
 )
 from tests.spmd import run_spmd
+from tests.test_config_moe import config_of
 
 
 def table(probs, ids):
@@ -99,7 +94,7 @@ def test_the_bias_moves_the_choice_alone():
 def test_experts_come_from_few_groups():
     """By loops: the groups are those of the largest sums of their k / groups best."""
     config, scores = settings(topk=4, **GROUPS), torch.randn(30, E)
-    for row, ids in zip(scores.numpy(), best_experts(scores, config).numpy(), strict=True):
+    for row, ids in zip(scores.numpy(), best_of_groups(scores, config).numpy(), strict=True):
         groups = row.reshape(4, -1)
         best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(1))[:2]
         assert {*ids} == {2 * g + i for g in best for i in range(2)}
@@ -111,16 +106,17 @@ def test_sinkhorn(topk):
     found, expected = sinkhorn(logits, Axis.single()), megatron().sinkhorn(logits)
     close(found, expected)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
-    for table in (found, None):
-        best = (scores if table is None else expected).topk(topk).indices
-        probs, ids = choose(logits, config, table=table)
+    for seed in (1, None):
+        best = (scores if seed is None else expected).topk(topk).indices
+        probs, ids = choose(logits, config, seed=seed)
         assert torch.equal(ids, best)
         close(probs, scores.gather(1, best))
     router, x = router_of(config), torch.randn(64, H)
     for batch in (batch_of(seed=1), batch_of()):
-        logits = router._logits(x, batch)
-        table = sinkhorn(logits, Axis.single()) if batch.dropout_seed else None
-        best = choose(logits, config, table=table)[1].int()
+        logits = router.compute_logits(router, x, batch)
+        scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+        table = sinkhorn(logits, Axis.single()) if batch.dropout_seed else scores
+        best = table.topk(topk).indices.int()
         assert torch.equal(router(x, batch)[1], best), "held-out data: as in generation"
     columns = found.sum(0)
     close(columns, columns.mean().expand(E), 1e-3)
@@ -130,7 +126,7 @@ def test_sinkhorn(topk):
 def sums(monkeypatch):
     """A list with an entry for each sum over ranks."""
     found = []
-    monkeypatch.setattr(routing, "all_reduce", lambda x, axis: found.append(axis) or x)
+    monkeypatch.setattr(router_sinkhorn, "all_reduce", lambda x, axis: found.append(axis) or x)
     return found
 
 
@@ -146,7 +142,7 @@ def test_sinkhorn_of_uneven_experts_ends_soon(sums):
 
 def test_sinkhorn_gives_up_in_time(sums, monkeypatch):
     """Few tokens with logits far apart: the table is not even then, but a choice there is."""
-    monkeypatch.setattr(routing, "SINKHORN_TOLERANCE", -1.0)
+    monkeypatch.setattr(router_sinkhorn, "SINKHORN_TOLERANCE", -1.0)
     logits = 50 * torch.randn(4, E, generator=torch.Generator().manual_seed(0))
     assert sinkhorn(logits, Axis.single()).isfinite().all()
     assert len(sums) == 1 + SINKHORN_ROUNDS
@@ -259,7 +255,7 @@ def test_type_of_the_matmul(dtype, tolerance):
     """A model in bf16; the exact product is that of the rounded inputs."""
     router = router_of(settings(router_dtype=dtype), dtype=torch.bfloat16)
     x = torch.randn(50, H).bfloat16().requires_grad_()
-    logits = router._logits(x, batch_of())
+    logits = router.compute_logits(router, x, batch_of())
     exact = x.detach().double() @ router.weight.detach().double().t()
     assert logits.dtype == torch.float32 and router.weight.dtype == torch.bfloat16
     close(logits.double(), exact, tolerance)
@@ -317,11 +313,14 @@ def test_jitter():
 
 def test_jitter_of_a_token_is_the_same_on_any_rank():
     router, x = router_of(settings(input_jitter_eps=0.2)), torch.randn(S, 4, H)
-    whole, batch = router._logits(x.flatten(0, 1), batch_of(4, seed=1)).view(S, 4, E), batch_of(2, seed=1)
+    whole, batch = (
+        router.compute_logits(router, x.flatten(0, 1), batch_of(4, seed=1)).view(S, 4, E),
+        batch_of(2, seed=1),
+    )
     batch.sample_ids, batch.residual_positions = torch.tensor([2, 3]), torch.arange(3, 6)
-    close(router._logits(x[3:6, 2:].flatten(0, 1), batch).view(3, 2, E), whole[3:6, 2:])
+    close(router.compute_logits(router, x[3:6, 2:].flatten(0, 1), batch).view(3, 2, E), whole[3:6, 2:])
     plain = x @ router.weight.t()
-    close(router._logits(x.flatten(0, 1), batch_of(4)).view(S, 4, E), plain)
+    close(router.compute_logits(router, x.flatten(0, 1), batch_of(4)).view(S, 4, E), plain)
     assert (whole - plain).abs().min() > 0
 
 
@@ -332,7 +331,8 @@ def test_every_layer_jitters_by_random_numbers_of_its_own():
     for layer in range(config.num_layers):
         router = Router(config, layer, Mesh(), Init(name="router", std=1.0))
         router.weight.data.copy_(torch.eye(E, H))
-        off.append(router._logits(x, batch)[:, :H] - 1)
+        pick_router(router)
+        off.append(router.compute_logits(router, x, batch)[:, :H] - 1)
     for one, other in itertools.combinations(off, 2):
         assert one.abs().max() > 0.19 and abs((one * other).mean() / one.square().mean()) < 0.1
 
@@ -347,11 +347,66 @@ def test_forced_choices_are_even_and_pass_gradients():
     (_, ids), (_, again) = router(x.requires_grad_(), batch), router(x, batch)
     assert torch.equal(ids, again)
     assert count_copies(ids.long(), E).float().div(512 * 2 / E).sub(1).abs().max() < 0.2
-    logits = router._logits(x, batch)
+    logits = router.compute_logits(router, x, batch)
     grad = torch.randn_like(logits)
     close(torch.autograd.grad(logits, x, grad)[0], grad @ router.weight)
     plain = router(x, batch_of(4, s=128))[1]
     assert (plain == plain[:1]).all(), "outside of training the weights choose"
+
+
+def test_forced_choices_pass_gradients_to_jittered_inputs():
+    """Both flags at once: logits are random, their gradients those of the jittered inputs."""
+    both = router_of(
+        settings(router_force_load_balancing=True, input_jitter_eps=0.3), weight=torch.ones(E, H)
+    )
+    jitters = router_of(settings(input_jitter_eps=0.3), weight=torch.ones(E, H))
+    x, batch, found = torch.randn(16, H, requires_grad=True), batch_of(2, seed=3), []
+    grad = torch.randn(16, E)
+    for router in (both, jitters):
+        logits = router.compute_logits(router, x, batch)
+        found.append(torch.autograd.grad(logits, x, grad)[0])
+    close(*found)
+    assert not torch.allclose(found[0], grad @ both.weight, rtol=1e-2)
+
+
+JITTER, FORCED = "--moe-input-jitter-eps 0.1 ", "--moe-router-force-load-balancing "
+LIMIT = "--moe-router-num-groups 2 --moe-router-group-topk 1 "
+TYPE = "--moe-router-load-balancing-type "
+SLOTS = {
+    "": "compute_logits choose_experts best_experts none",
+    JITTER: "jittered_logits choose_experts best_experts none",
+    FORCED: "random_logits choose_experts best_experts none",
+    JITTER + FORCED: "random_logits(jittered_logits) choose_experts best_experts none",
+    f"{LIMIT}{TYPE}seq_aux_loss": "compute_logits choose_experts best_of_groups none",
+    f"{LIMIT}{JITTER}{TYPE}seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1": (
+        "jittered_logits choose_experts best_of_groups none"
+    ),
+    f"{JITTER}{TYPE}sinkhorn": "jittered_logits sinkhorn_routing best_experts none",
+    f"{FORCED}{LIMIT}--moe-expert-capacity-factor 1": "random_logits choose_experts best_of_groups drop",
+}
+
+
+@pytest.mark.parametrize("flags", SLOTS)
+def test_a_built_model_has_the_variants_of_its_flags(flags):
+    config = config_of(f"--num-experts 4 --max-position-embeddings 64 {flags}")
+    init = Init(device=torch.device("meta"))
+    routers = [m for m in build(config, Mesh(), 64, 64, init).modules() if isinstance(m, Router)]
+    assert len(routers) == config.model.num_layers
+    for router in routers:
+        logits, found = router.compute_logits, ""
+        if hasattr(logits, "keywords"):
+            inner = logits.keywords["compute_logits"].__name__
+            logits, found = logits.func, f"({inner})" * (inner != "compute_logits")
+        dropping = "none" if router.drop is None else router.drop.__name__
+        slots = [
+            logits.__name__ + found,
+            router.choose_experts.__name__,
+            router.best_experts.__name__,
+            dropping,
+        ]
+        assert " ".join(slots) == SLOTS[flags]
+        assert set(router.losses) <= set(router.loss_functions)
+        assert hasattr(router, "global_counts") == ("global_aux_loss" in router.losses)
 
 
 def test_fp32_gradients_of_16_bit_weights():

@@ -82,9 +82,9 @@ class OverlappedMoe:
         kind = AsyncAllToAll if layer.dispatch_class is AllToAllDispatch else AllGatherInPieces
         ways = [kind(part, layer.experts, self.peers) for part in split_rows(tokens, parts)]
 
-        choice = layer.router.choose(tokens, batch)
-        kind.set_routing(ways, split_rows(choice.ids, parts))
-        probs = layer.router.balance(choice, batch)
+        output = layer.router.choose(tokens, batch)
+        kind.set_routing(ways, split_rows(output.ids, parts))
+        probs = layer.router.balance(output, batch)
 
         if layer.shared_experts is not None and not late:
             y_shared = layer.shared(x)

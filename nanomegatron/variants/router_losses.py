@@ -1,0 +1,35 @@
+"""Other result than `router.aux_loss`, for `--moe-router-load-balancing-type`: seq_ and global_aux_loss.
+
+P_e is expert e's mean score, f_e its share of the tokens' k choices, as in `router.py`.
+
+    seq_aux_loss       E sum f_e P_e of each sample, their mean      f, P of a sample
+    global_aux_loss    E sum f_e P_e                                 f of all replicas' microbatches so far in
+                                                                     this step, P of a microbatch;
+                                                                     Megatron's gradient is smaller by dp
+Both are rows of `Router.loss_functions`. Tested in tests/test_moe_losses.py. (DeepSeek-V3, arXiv 2412.19437;
+global balance 2501.11873)
+"""
+
+import torch
+
+from nanomegatron.batch import Batch
+from nanomegatron.comm import all_reduce
+from nanomegatron.router import Router, RouterOutput, count_copies, load_loss
+
+
+def seq_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[samples, E]` over tp x cp."""
+    counts = count_copies(output.best, scores.shape[1], len(batch.sample_ids), output.token_mask)
+    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
+
+
+def global_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[E]` over all replicas."""
+    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
+    router.global_counts += all_reduce(all_reduce(counts[0], router.tokens_axis), router.mesh.dp_cp)
+    return load_loss(scores, router.global_counts[None])
+
+
+def add_global_counts(router: Router) -> None:
+    """Give the router the counts `[E]` of all replicas' copies since `begin_step`."""
+    router.register_buffer("global_counts", torch.zeros_like(router.counts), persistent=False)
