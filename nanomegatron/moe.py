@@ -34,10 +34,11 @@ ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.batch import Batch
@@ -62,16 +63,15 @@ from nanomegatron.recompute import recomputed
 from nanomegatron.router import Router, expert_capacity
 
 Activation = Callable[[torch.Tensor], torch.Tensor]  # `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`
-Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # the result of `TokenDispatch.dispatch`
 
 
 def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Route, dispatch, apply the experts, combine; add the shared experts. x `[s, b, h]` -> `[s, b, h]`"""
     tokens = x.flatten(0, 1)
     probs, ids = layer.router(tokens, batch)
-    dispatch = layer.dispatch_class(layer.experts)  # the state of this forward
-    rows = layer.experts(*dispatch.dispatch(tokens, probs, ids))
-    y = dispatch.combine(rows).view_as(x)
+    rows, dispatched = layer.dispatcher.dispatch(tokens, probs, ids)
+    rows = layer.experts(rows, dispatched.routing.offsets, dispatched.ends)
+    y = layer.dispatcher.combine(rows, dispatched).view_as(x)
     return y if layer.shared_experts is None else y + layer.shared(x)
 
 
@@ -99,7 +99,7 @@ class MoELayer(nn.Module):
             part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
         alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
-        self.dispatch_class = AllToAllDispatch if alltoall else AllGatherDispatch
+        self.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(self.experts)
         self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -115,16 +115,36 @@ class MoELayer(nn.Module):
         return y if gate is None else y * torch.sigmoid(x @ gate.t())
 
 
+@dataclass(frozen=True)
+class Dispatched:
+    """Where a `dispatch` has put the copies, for the experts and for its `combine`."""
+
+    routing: Routing  # of the n tokens at hand to the rows of this rank's experts
+    ends: list[int] | None  # the experts' offsets on the host; None: it has not asked for them
+    probs: torch.Tensor  # fp32 [n, k]
+
+
+@dataclass(frozen=True)
+class Exchanged(Dispatched):
+    """How the tokens at hand came: by an all-to-all over ep, then over etp."""
+
+    to_ranks: Routing  # of this rank's tokens to the rows that it sent
+    sent: list[int]  # rows for each ep rank
+    received: list[int]  # rows from each ep rank
+    shared: list[int]  # rows for each etp rank: all that were received
+    each: list[int]  # rows from each etp rank
+
+
 class TokenDispatch:
-    """Sends this rank's tokens to their experts and back, in one forward; a new object for each forward.
+    """Sends this rank's tokens to their experts and back.
 
     dispatch    x `[t, h]`, probs fp32 `[t, k]`, ids int32 `[t, k]`, -1 for a dropped copy -> rows `[r, h]`
-                for this rank's e experts; their offsets int32 `[e + 1]` on the device, on the host or None
-    combine     rows `[r, h]`, partial sums over etp -> each token's weighted sum `[t, h]`
+                for this rank's e experts, and a `Dispatched`
+    combine     rows `[r, h]`, partial sums over etp, and the `Dispatched` -> weighted sums `[t, h]`
     """
 
     def __init__(self, experts: "GroupedExperts") -> None:
-        self.config, self.mesh, self.multiple = experts.config, experts.mesh, experts.multiple
+        self.config, self.mesh, self.experts = experts.config, experts.mesh, experts
         self.local = self.config.num_experts // self.mesh.ep.size
         fused = self.config.moe_permute_fusion
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
@@ -133,10 +153,10 @@ class TokenDispatch:
         """Return how many rows each expert gets from each rank with `tokens` tokens; None: the ids decide."""
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
-    def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
-        """Sort the copies of all tokens at hand by expert of this rank. ids `[t, k]` count from `first`."""
+    def route(self, ids: torch.Tensor, capacity: int | None) -> Routing:
+        """Sort the copies of all tokens at hand by expert of this rank. ids `[n, k]`"""
         rows = None if capacity is None else capacity * self.mesh.etp_ep.size
-        return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
+        return route(ids - self.mesh.ep.rank * self.local, self.local, self.experts.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
         """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`
@@ -148,59 +168,80 @@ class TokenDispatch:
         most = None if capacity is None else min(capacity * self.local, len(ids))
         return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, most)
 
+    def pack_choices(self, probs: torch.Tensor, ids: torch.Tensor, to_ranks: Routing) -> torch.Tensor:
+        """Join probs and the bits of ids `[t, k]` in order of ranks, for one exchange -> fp32 `[rows, 2k]`
+
+        Padding gets the id -1.
+        """
+        tokens = to_ranks.source // ids.shape[1]  # -1, the last, in padding
+        bits = F.pad(ids, (0, 0, 0, 1), value=-1)[tokens].view(torch.float32)
+        return torch.cat((self.permute(probs, to_ranks), bits), dim=1)
+
+
+def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `pack_choices`. choices fp32 `[n, 2k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
+    probs, bits = choices.chunk(2, dim=1)
+    return probs.contiguous(), bits.detach().contiguous().view(torch.int32)
+
 
 class AllGatherDispatch(TokenDispatch):
     """All-gather and reduce-scatter over etp x ep; all ranks must have the same number of tokens."""
 
-    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, Dispatched]:
         """All-gather x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
-        axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
-        x, self.probs = gather_seq(x, axis), gather_seq(probs, axis)
-        ids = all_gather(ids, axis)
-        self.routing, ends = self.route(ids, capacity), None
+        axis, ends = self.mesh.etp_ep, None
+        x = gather_seq(x, axis)
+        probs = gather_seq(probs, axis)
+        routing = self.route(all_gather(ids, axis), self.capacity(len(ids)))
         if axis.size > 1:
-            self.routing, ends = self.routing.cut_to_size()
-        return self.permute(x, self.routing), self.routing.offsets, ends
+            routing, ends = routing.cut_to_size()
+        return self.permute(x, routing), Dispatched(routing, ends, probs)
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Reduce-scatter each token's partial sums. rows `[r, h]` -> `[t, h]`"""
-        return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.mesh.etp_ep)
+        return scatter_seq(self.unpermute(rows, dispatched.routing, dispatched.probs), self.mesh.etp_ep)
 
 
 class AllToAllDispatch(TokenDispatch):
     """All-to-all over ep, then over etp. Without a capacity ranks may have different numbers of tokens."""
 
-    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, Exchanged]:
         """Exchange sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp (backward: gradients)."""
         ep, etp = self.mesh.ep, self.mesh.etp
         capacity = self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
-        self.to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
-        sizes = self.to_ranks.offsets.diff()
-        received = all_to_all(sizes, ep)
-        each = all_gather(received.sum()[None], etp).tolist()
-        self.over_ep = sizes.tolist(), received.tolist()
-        self.over_etp = [each[etp.rank]] * etp.size, each
-        # send tokens, and probs and ids as one row, to ep ranks, then to the etp ranks that share an expert
-        choices = torch.cat((probs, ids + 1.0), dim=1)  # rows of padding are 0: no expert
-        x, choices = (self.permute(v, self.to_ranks) for v in (x, choices))
-        x, choices = (all_to_all(v, ep, *self.over_ep) for v in (x, choices))
+        to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
+        sizes = to_ranks.offsets.diff()
+        sizes_received = all_to_all(sizes, ep)
+        each = all_gather(sizes_received.sum()[None], etp).tolist()
+        sent, received = sizes.tolist(), sizes_received.tolist()
+        shared = [each[etp.rank]] * etp.size
+        # send tokens and their choices to ep ranks, then to the etp ranks that share an expert
+        choices = self.pack_choices(probs, ids, to_ranks)
+        x = all_to_all(self.permute(x, to_ranks), ep, sent, received)
+        choices = all_to_all(choices, ep, sent, received)
         if etp.size > 1:
-            x, choices = (all_to_all(v.repeat(etp.size, 1), etp, *self.over_etp) for v in (x, choices))
+            x = all_to_all(x.repeat(etp.size, 1), etp, shared, each)
+            choices = all_to_all(choices.repeat(etp.size, 1), etp, shared, each)
         # copies in order of experts
-        probs, ids = choices.chunk(2, dim=1)
-        self.probs = probs.contiguous()
-        self.routing, ends = self.route(ids.detach().int(), capacity, first=1).cut_to_size()
-        return self.permute(x, self.routing), self.routing.offsets, ends
+        probs, ids = unpack_choices(choices)
+        routing, ends = self.route(ids, capacity).cut_to_size()
+        dispatched = Exchanged(routing, ends, probs, to_ranks, sent, received, shared, each)
+        return self.permute(x, routing), dispatched
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, dispatched: Exchanged) -> torch.Tensor:
         """Exchange partial sums, over etp, where they are added, then over ep. rows `[r, h]` -> `[t, h]`"""
-        (sent, received), (shared, each) = self.over_ep, self.over_etp
-        etp = self.mesh.etp
-        y = self.unpermute(rows, self.routing, self.probs)
+        y, etp = self.unpermute(rows, dispatched.routing, dispatched.probs), self.mesh.etp
         if etp.size > 1:
-            y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
-        return self.unpermute(all_to_all(y, self.mesh.ep, received, sent), self.to_ranks)
+            y = all_to_all(y, etp, dispatched.each, dispatched.shared)
+            y = y.view(etp.size, dispatched.shared[0], y.shape[1]).sum(0)
+        return self.unpermute(
+            all_to_all(y, self.mesh.ep, dispatched.received, dispatched.sent), dispatched.to_ranks
+        )
 
 
 def accumulate_outer(

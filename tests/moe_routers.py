@@ -74,7 +74,7 @@ def dispatch(x, probs, ids, experts, kind, run=route_and_combine, shared=None, p
     """Tokens x `[t, h]` to their experts and back, by the core's form or by another `run` of a MoELayer."""
     alltoall = kind == "alltoall" and experts.mesh.etp_ep.size > 1
     layer = SimpleNamespace(router=FixedRouter(probs, ids, pause), experts=experts, shared_experts=shared)
-    layer.dispatch_class = AllToAllDispatch if alltoall else AllGatherDispatch
+    layer.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(experts)
     layer.shared = shared
     return run(layer, x[:, None], None)[:, 0]
 

@@ -245,6 +245,24 @@ def test_each_ranks_part_of_a_sum_is_rounded_once(ep, form):
             assert torch.equal(torch.cat(pieces), torch.stack(expected).float().sum(0).bfloat16())
 
 
+def test_choices_travel_as_they_are():
+    """Ids of any size by their bits, -1 for dropped copies and in padding; gradients of probs alone."""
+    ids = torch.tensor([[0, 2**31 - 1, -1], [3, -1, 2**24 + 1]], dtype=torch.int32)
+    probs = torch.rand(2, K, requires_grad=True)
+    way = moe.TokenDispatch(Experts(Mesh()))
+    to_ranks = route(torch.tensor([[0], [0]], dtype=torch.int32).expand(2, K), 1, 1, 8)
+    sent = way.pack_choices(probs, ids, to_ranks)
+    assert sent.shape == (8, 2 * K) and sent.dtype == torch.float32
+    came, found = moe.unpack_choices(sent)
+    assert found.dtype == torch.int32 and found.tolist() == [
+        *ids.repeat_interleave(K, 0).tolist(),
+        *[[-1] * K] * 2,
+    ]
+    assert torch.equal(came[:6], probs.repeat_interleave(K, 0)) and not came[6:].any()
+    came.sum().backward()
+    assert torch.equal(probs.grad, torch.full((2, K), float(K)))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_routing_to_a_capacity(seed):
     """Each expert has its first copies, in their order, and padding; what is dropped is nowhere."""
@@ -343,7 +361,7 @@ def test_what_has_come_is_released(mesh):
     def working(rows, offsets):
         def others():
             found = [ref() for ref in there]
-            mine = x.data_ptr(), rows.data_ptr()
+            mine = x.data_ptr(), probs.data_ptr(), rows.data_ptr()
             return [v.shape for v in found if v is not None and v.data_ptr() not in mine]
 
         patience = time.monotonic() + 5  # gloo's own threads release received tensors a little later

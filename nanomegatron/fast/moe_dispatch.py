@@ -40,10 +40,11 @@ from nanomegatron.fast.moe_pieces import (
 )
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.mesh import Axis
-from nanomegatron.moe import AllToAllDispatch, Dispatched, GroupedExperts, MoELayer, TokenDispatch
+from nanomegatron.moe import AllToAllDispatch, GroupedExperts, MoELayer, TokenDispatch, unpack_choices
 from nanomegatron.ops.permute import Routing, padded, route
 
 Finish = Callable[[], torch.Tensor]
+Arrived = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # rows `[r, h]`, offsets `[e + 1]`, on the host
 
 
 class OverlappedMoe:
@@ -79,7 +80,7 @@ class OverlappedMoe:
         tokens, parts = x.flatten(0, 1), 1 + self.halves
         y_shared = None
         late = layer.experts.config.moe_shared_expert_overlap
-        kind = AsyncAllToAll if layer.dispatch_class is AllToAllDispatch else AllGatherInPieces
+        kind = AsyncAllToAll if isinstance(layer.dispatcher, AllToAllDispatch) else AllGatherInPieces
         ways = [kind(part, layer.experts, self.peers) for part in split_rows(tokens, parts)]
 
         output = layer.router.choose(tokens, batch)
@@ -167,10 +168,10 @@ class AllGatherInPieces(TokenDispatch):
             else:
                 way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
 
-    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Arrived]:
         """Start to gather probs fp32 `[t, k]`; the host waits for the offsets.
 
-        -> a function that waits for the tokens and returns what `TokenDispatch.dispatch` does
+        -> a function that waits for the tokens and returns what the experts get
         """
         self.probs = start_gather_seq(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
@@ -231,7 +232,7 @@ class AsyncAllToAll(TokenDispatch):
         copies = torch.stack([route(part, experts).counts for part in ids])
         every = all_gather(torch.cat((sent, copies), 1)[None], ranks)
         received, counts = every[:, :, ep.rank].t(), every[:, :, ep.size :].sum(0)
-        mine = padded(counts.view(len(ways), ep.size, -1)[:, ep.rank], first.multiple)
+        mine = padded(counts.view(len(ways), ep.size, -1)[:, ep.rank], first.experts.multiple)
         numbers = AsyncHostCopy(torch.cat((sent, received, mine), 1))
         for i, way in enumerate(ways):
             way.numbers = lambda i=i: numbers.read()[i]
@@ -245,10 +246,10 @@ class AsyncAllToAll(TokenDispatch):
         row = self.numbers()
         return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
 
-    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Arrived]:
         """Start to send tokens and probs fp32 `[t, k]` -> a function that finishes the dispatch."""
-        choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
-        x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
+        choices = self.pack_choices(probs, self.ids, self.to_ranks)
+        x = self.permute(self.x, self.to_ranks)
         ep, etp = self.mesh.ep, self.mesh.etp
         sent, received, ends = self.sizes()
         here = received[etp.rank :: etp.size]
@@ -261,15 +262,14 @@ class AsyncAllToAll(TokenDispatch):
         )
         return partial(self.finish_dispatch, come, ends)
 
-    def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Dispatched:
+    def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Arrived:
         """Wait for the rows, gather them over the etp ranks, and permute them to the order of experts."""
         rows, choices = (finish() for finish in come)
         size, etp = self.mesh.etp.size, self.mesh.etp
         if size > 1:
             rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
-        probs, ids = choices.chunk(2, dim=1)
-        self.probs = probs.contiguous()
-        routing = self.route(ids.detach().int(), self.rows_each, first=1)
+        self.probs, ids = unpack_choices(choices)
+        routing = self.route(ids, self.rows_each)
         ends = padded_ends(routing, self.local) if ends is None else ends
         self.routing = cut_to(routing, ends)
         return self.permute(rows, self.routing), routing.offsets, ends
