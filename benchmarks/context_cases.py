@@ -27,12 +27,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
+from nanomegatron.build import attention_over_cp
 from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, Shard, Step
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 from nanomegatron.ops.merge import ALL
+from nanomegatron.variants.cp_documents import DocumentShard
 
 
 class Row(NamedTuple):
@@ -112,8 +114,12 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
     backend = choose_backend("auto", device, session.dtype)
 
     def ours(kind: str, backward: bool) -> Run:
-        shard = Shard(axis, row.s, (kind,), np.array(row.bounds) if row.bounds else None)
-        call = lambda q, k, v: ring(q, k, v, shard, 0, mask, backend)  # noqa: E731
+        if row.bounds:
+            shard = DocumentShard.of_documents(axis, row.s, (kind,), np.array(row.bounds))
+        else:
+            shard = Shard.of_row(axis, row.s, (kind,))
+        attention = attention_over_cp(ring, None, axis)
+        call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
         return run_of(session, row, shard.places, call, backward)
 
     def equal_slices(backward: bool) -> Run:

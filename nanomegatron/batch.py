@@ -49,6 +49,13 @@ class Batch:
         """Return the batch with `change` applied to every tensor."""
         return replace(self, **{name: change(x) for name, x in self.tensors().items()})
 
+    def part(self, shard: Any) -> "Batch":
+        """Return the tokens that a `cp.Shard` of the rows has here, `[b, s/cp]`, and the shard with them."""
+        at = torch.from_numpy(shard.places)
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, positions=self.positions[at], shard=shard, **rows)
+
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on `device`; a copy from pinned memory to a GPU does not wait."""
         return self.each(lambda t: t.to(device, non_blocking=True))

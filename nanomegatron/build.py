@@ -1,13 +1,15 @@
-"""The one place that builds a model and picks its fast paths.
+"""The one place that builds a model and picks its fast paths and variants.
 
     config, mesh -> PeerAccess -> Paths, and why        paths_for
-    config, mesh -> Stages of GPTModels                 build, with the variants that flags ask for
+    config, mesh -> Stages of GPTModels                 build
     model, Paths -> model with these paths              install, before its parameters go into buckets
     model, Paths -> Buckets, Optimizer                  build_optimizer
+    config -> what cuts batches over cp                 batch_sharding
 
 A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that
 uses it; the default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
 Without either, fast paths run on GPUs, and on CPUs those that have a flag of their own which is set.
+A variant computes another result, which a flag of the model or the data asks for.
 """
 
 from collections.abc import Callable, Container
@@ -18,8 +20,10 @@ import torch
 from torch import nn
 
 from nanomegatron.attention import SelfAttention
+from nanomegatron.batch import Batch
 from nanomegatron.config.check_layout import graph_conflict, graph_impl
 from nanomegatron.config.settings import Config
+from nanomegatron.cp import context_attention, shard_batch
 from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.decode import decoder
@@ -41,7 +45,7 @@ from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Scales, recipe_of
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
@@ -50,6 +54,9 @@ from nanomegatron.pp import Stages, execute
 from nanomegatron.router import Router
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+from nanomegatron.variants.cp_documents import shard_documents
+from nanomegatron.variants.cp_hierarchy import TwoLevels
+from nanomegatron.variants.cp_windows import windowed_attention
 from nanomegatron.variants.router_capacity import drop
 from nanomegatron.variants.router_forced_balance import random_logits
 from nanomegatron.variants.router_groups import best_of_groups
@@ -158,7 +165,7 @@ def install(stages: Stages, paths: Paths) -> Stages:
             quantizes = paths.producers and accepts_fp8(module) and not module.cap
             module.loss = partial(quantizing_loss, module) if quantizes else paths.loss
         elif isinstance(module, SelfAttention) and paths.context:
-            module.context = paths.context
+            module.context = attention_over_cp(paths.context, module.window, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
@@ -166,11 +173,13 @@ def install(stages: Stages, paths: Paths) -> Stages:
     return stages
 
 
-def pick_variants(model: nn.Module) -> None:
+def pick_variants(model: nn.Module, cp: Axis) -> None:
     """Set on the modules of a new model the functions of variants/ that their configs ask for."""
     for module in model.modules():
         if isinstance(module, Router):
             pick_router(module)
+        elif isinstance(module, SelfAttention):
+            module.context = attention_over_cp(context_attention, module.window, cp)
 
 
 def pick_router(router: Router) -> None:
@@ -196,7 +205,7 @@ def pick_router(router: Router) -> None:
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
-    """Build this rank's chunks of the model of a resolved config: new weights, no fast paths."""
+    """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
     parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
     chunks: list[GPTModel] = []
@@ -215,7 +224,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 stage=Stage(layers[stage], first, last, mesh, words),
             )
         )
-        pick_variants(chunks[-1])
+        pick_variants(chunks[-1], mesh.cp)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = Stages(chunks, mesh, parallel.schedule, group)
     if fp8 := config.precision.fp8_layers(config.model.num_layers):
@@ -225,6 +234,23 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
             if config.precision.fp8_output_proj and (head := chunk.output_layer) is not None:
                 use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
     return stages
+
+
+def attention_over_cp(context: Callable, window: int | None, cp: Axis) -> Callable:
+    """Return `SelfAttention.context` of a layer with this window: `context`, or what takes its place."""
+    if window is not None:
+        context = windowed_attention
+    if cp.levels:
+        context = TwoLevels(context)
+    return context
+
+
+def batch_sharding(config: Config) -> Callable[..., Batch]:
+    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`"""
+    types = config.parallel.cp_types(config.model.num_layers)
+    if config.data.reset_attention_mask or config.data.variable_seq_lengths:
+        return partial(shard_documents, types=types)
+    return partial(shard_batch, types=types)
 
 
 def build_optimizer(

@@ -14,7 +14,6 @@ A rank has n query heads and g key/value heads (its share over tp), in tensors `
     allgather   all-gather keys and values, then attention            the same; 2g in fp32, cp - 1 times
     a2a         all-to-all: s tokens of n/cp heads for s/cp           forward n + 2g and n; backward the same
                 tokens of n heads, and back
-    a2a+p2p     a2a among neighbours, the ring between groups of them, for two levels of networks
 
 `RingFunction` below is the plain ring; on GPUs `fast/ring.py` takes its place.
 
@@ -29,17 +28,15 @@ Attention to a part of the keys gives o_i, and l_i, the log-sum-exp of its score
 l = log sum exp(l_i) and o = sum exp(l_i - l) o_i. The backward of a part needs o and l of all keys, nothing
 else of other parts: so each part calls the attention kernel's forward and backward directly.
 
-Each document is cut zigzag separately. The remainder of its length modulo 2 * cp is distributed one token per
-rank, round robin across documents: ranks have equal numbers of tokens, without padding. A layer with a window
-uses allgather instead of the ring. A group of neighbouring ranks, treated as one rank, has neighbouring
-chunks: groups are cut zigzag, too. Weight gradients are of s/cp tokens; `dp.py` sums them over dp x cp.
+Weight gradients are of s/cp tokens; `dp.py` sums them over dp x cp. Documents inside a row, windows and two
+levels of ranks are `variants/cp_documents.py`, `cp_windows.py` and `cp_hierarchy.py`; tests/test_cp.py and
+tests/test_cp_shard.py hold all of them to attention over the whole row, docs/context.md has more.
 (Ring: arXiv 2310.01889; zigzag: Megatron-LM; all-to-all: DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3,
-2407.21783; two levels: LoongTrain, 2406.18485)
+2407.21783)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +45,8 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, ranges, to_device
-from nanomegatron.ops.merge import ALL, PartialRows, merge_rows
+from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, to_device
+from nanomegatron.ops.merge import PartialRows, Reorder, merge_rows
 
 Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
@@ -63,133 +60,103 @@ class Step(NamedTuple):
 
 
 def memoized(plan: Callable) -> Callable:
-    """Decorate a method of Shard: cache its result for each tuple of arguments."""
+    """Decorate a function of a Shard: the shard keeps its result for each tuple of further arguments."""
 
-    def planned(self: "Shard", *args: Any) -> Any:
-        if (plan, args) not in self._plans:
-            self._plans[plan, args] = plan(self, *args)
-        return self._plans[plan, args]
+    def planned(shard: "Shard", *args: Any) -> Any:
+        if (plan, args) not in shard.plans:
+            shard.plans[plan, args] = plan(shard, *args)
+        return shard.plans[plan, args]
 
     return planned
 
 
+@dataclass(eq=False)
 class Shard:
-    """This rank's tokens of a row sharded over an axis; `types`: how each layer communicates ("p2p", ...).
+    """This rank's tokens of a row sharded over an axis. Raises ValueError if 2 * size does not divide it.
 
-    `places`: int64 `[s/size]`, the tokens' positions in the row, ascending. If a method takes a `group`, that
-    many neighbouring ranks are treated as one rank, and `rank` is the index of such a group.
+    bounds: int64 `[2 * size + 1]`, of the row's chunks; types: how each layer communicates ("p2p", ...).
     """
 
-    def __init__(
-        self, axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray | None = None
-    ) -> None:
-        """cu_seqlens: bounds of the documents in the row; tokens past the last one are a document of padding.
+    axis: Axis
+    bounds: np.ndarray
+    types: Sequence[str]
+    places: np.ndarray = field(init=False)  # int64 [s/size], the tokens' positions in the row, ascending
+    plans: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)  # see `memoized`
 
-        Raises ValueError if `s` is not divisible by 2 * axis.size.
-        """
-        if s % (2 * axis.size):
-            raise ValueError(f"{s} tokens do not divide into 2 x {axis.size} context-parallel chunks")
-        self.axis, self.types, self.documents = axis, types, cu_seqlens is not None
-        bounds = np.array([0, s]) if cu_seqlens is None else np.append(np.asarray(cu_seqlens, np.int64), s)
-        self.starts = bounds[:-1]
-        self.bounds = self.starts[:, None] + chunk_bounds(np.diff(bounds), axis.size)
-        self.places = self.token_indices(axis.rank)
-        self._plans: dict[tuple, Any] = {}
+    def __post_init__(self) -> None:
+        s = self.bounds.max()
+        if s % (2 * self.axis.size):
+            raise ValueError(f"{s} tokens do not divide into 2 x {self.axis.size} context-parallel chunks")
+        self.places = self.token_indices(self.axis.rank)
 
-    def chunks(self, rank: int, group: int = 1) -> np.ndarray:
-        """Return (begin, end) in the row of a rank's two chunks of each document: `[docs, 2, 2]`."""
-        bounds = self.bounds[:, ::group]
-        return np.stack((bounds[:, rank : rank + 2], bounds[:, -2 - rank :][:, :2]), axis=1)
+    @staticmethod
+    def of_row(axis: Axis, s: int, types: Sequence[str]) -> "Shard":
+        """Cut a row of s tokens into chunks of equal length."""
+        return Shard(axis, np.arange(2 * axis.size + 1) * s // (2 * axis.size), types)
 
-    def token_indices(self, rank: int, group: int = 1) -> np.ndarray:
+    def chunks(self, rank: int) -> list[tuple[int, int]]:
+        """Return (begin, end) in the row of a rank's two chunks."""
+        return [(int(self.bounds[i]), int(self.bounds[i + 1])) for i in (rank, -2 - rank)]
+
+    def token_indices(self, rank: int) -> np.ndarray:
         """Return the positions of a rank's tokens in the row, ascending."""
-        return ranges(*self.chunks(rank, group).reshape(-1, 2).T)
+        return np.concatenate([np.arange(begin, end) for begin, end in self.chunks(rank)])
 
-    def query_key_rows(self, own: int, other: int, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def query_key_rows(self, own: int, other: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
         """Return which queries of rank `own` see keys of rank `other`, and which keys they see.
             other = own    all queries, all keys                          causal, as if in one sequence
             other < own    all queries, the first half of the keys        (the second chunk comes later)
             other > own    the second half of the queries, all keys       (the first chunk comes before)
 
-        Both are (begin, end) among the tokens of their rank, for each document that has both: `[2, docs]`.
-        So no chunk of scores is computed that is masked.
+        Both are among the tokens of their rank. So no chunk of scores is computed that is masked.
         """
-        q_sizes, k_sizes = (np.diff(self.chunks(rank, group))[..., 0] for rank in (own, other))
-        q_ends, k_ends = (sizes.cumsum().reshape(sizes.shape) for sizes in (q_sizes, k_sizes))
-        queries = np.stack(((q_ends - q_sizes)[:, int(other > own)], q_ends[:, 1]))
-        keys = np.stack(((k_ends - k_sizes)[:, 0], k_ends[:, int(other >= own)]))
-        both = (queries[0] < queries[1]) & (keys[0] < keys[1])
-        return queries[:, both], keys[:, both]
+        tokens = len(self.places)
+        first_query = tokens // 2 if other > own else 0
+        end_of_keys = tokens // 2 if other < own else tokens
+        return slice(first_query, tokens), slice(0, end_of_keys)
+
+    def step(self, other: int, device: torch.device) -> Step | None:
+        """Return attention to the keys of rank `other`, tensors on the device; None: no query sees one."""
+        queries, keys = self.query_key_rows(self.axis.rank, other)
+        return Step(queries, keys, Block(self.axis.rank == other))
 
     @memoized
-    def ring(self, group: int, device: torch.device) -> list[Step | None]:
-        """Return the steps for the keys of this rank, of the one before it, ...; None: no query sees them."""
-        size, own = self.axis.size // group, self.axis.rank // group
-        steps: list[Step | None] = []
-        for other in ((own - i) % size for i in range(size)):
-            queries, keys = self.query_key_rows(own, other, group)
-            if not self.documents:
-                steps.append(Step(slice(*queries[:, 0]), slice(*keys[:, 0]), Block(own == other)))
-            elif queries.size:
-                rows = (to_device(ranges(*x), device) for x in (queries, keys))
-                steps.append(Step(*rows, Block.packed(queries, keys, device, own == other)))
-            else:
-                steps.append(None)
+    def ring(self, device: torch.device) -> list[Step | None]:
+        """Return the steps for the keys of this rank, of the one before it, ..."""
+        ranks = [(self.axis.rank - i) % self.axis.size for i in range(self.axis.size)]
+        return [self.step(other, device) for other in ranks]
+
+    def gathered(self, device: torch.device) -> list[Step]:
+        """Return the steps, four at most, for all keys in the order of the row; tensors on the device."""
+        half = len(self.places) // 2
+        steps = []
+        for i, (begin, end) in enumerate(self.chunks(self.axis.rank)):
+            queries = slice(i * half, (i + 1) * half)
+            steps.append(Step(queries, slice(begin, end), Block(True)))
+            if begin:
+                steps.append(Step(queries, slice(0, begin), Block()))
         return steps
 
     @memoized
-    def gathered(self, group: int, window: int | None, device: torch.device) -> list[Step]:
-        """Return the steps, four at most, for all keys in the order of the row."""
-        begin, end = self.chunks(self.axis.rank // group, group).reshape(-1, 2).T
-        first = np.repeat(self.starts, 2)
-        if window is not None:
-            first = np.maximum(first, begin - window)
-        if self.documents:
-            begin, first, end = (x[begin < end] for x in (begin, first, end))
-            block = Block.packed((begin, end), (first, end), device, True, window)
-            return [Step(ALL, to_device(ranges(first, end), device), block)]
-        steps, half = [], len(self.places) * group // 2
-        for i, queries in enumerate((slice(0, half), slice(half, 2 * half))):
-            nearest = begin[i] if window is None else first[i]
-            steps.append(Step(queries, slice(nearest, end[i]), Block(True, window)))
-            if window is None and begin[i]:
-                steps.append(Step(queries, slice(0, begin[i]), Block()))
-        return steps
+    def order(self, ranks: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the permutation of the tokens of `ranks` from rank after rank to the order of the row.
 
-    @memoized
-    def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the permutation of the tokens of `among` ranks from rank after rank to the order of the row.
-
-        This rank is one of them. -> permutation `[n]`, its inverse `[n]`, n tokens of these ranks.
+        -> permutation `[n]`, its inverse `[n]`, n tokens of these ranks.
         """
-        first = self.axis.rank // (group * among) * among
-        order = np.argsort(np.concatenate([self.token_indices(first + i, group) for i in range(among)]))
+        order = np.argsort(np.concatenate([self.token_indices(rank) for rank in ranks]))
         return to_device(order, device), to_device(np.argsort(order), device)
 
 
-def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Cut each document into 2 * size chunks: lengths `[docs]` -> bounds in it `[docs, 2 * size + 1]`.
-
-    The chunks of a document differ by one token at most; all ranks have equal numbers of tokens if the sum of
-    lengths is divisible by `size`.
-    """
-    each, extra = np.divmod(np.asarray(lengths, np.int64)[:, None], 2 * size)
-    turn = (np.arange(size) - (extra.cumsum(0) - extra)) % size  # each rank's turn to get an extra token
-    first, second = each + (turn < extra), each + (turn < extra - size)
-    sizes = np.concatenate((0 * each, first, second[:, ::-1]), axis=1)
-    return sizes.cumsum(1)
-
-
 def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
-    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `Shard`."""
+    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `Shard`.
+
+    Raises ValueError if attention stays inside documents and `axis` has several ranks.
+    """
     if axis.size == 1:
         return batch
-    bounds = None if batch.cu_seqlens is None else batch.cu_seqlens.numpy()
-    shard = Shard(axis, len(batch.positions), types, bounds)
-    at = torch.from_numpy(shard.places)
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    rows = {name: x[:, at] for name in names if (x := getattr(batch, name)) is not None}
-    return replace(batch, positions=batch.positions[at], shard=shard, **rows)
+    if batch.cu_seqlens is not None:
+        raise ValueError("documents over several ranks are cut by variants/cp_documents.py")
+    return batch.part(Shard.of_row(axis, len(batch.positions), types))
 
 
 def context_attention(
@@ -206,25 +173,23 @@ def context_attention(
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
     mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Communicates over
-    shard.axis as shard.types[layer] says. Raises ValueError if a2a cannot divide the heads over the ranks.
+    shard.axis as shard.types[layer] says. Raises ValueError if a2a cannot divide the heads over the ranks, or
+    for what `variants/` computes.
     """
-    kind, axis, device = shard.types[layer], shard.axis, q.device
-
-    def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
-
-    def shared_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, group: int):
-        if kind == "allgather" or mask.window is not None:
-            steps, order = shard.gathered(group, mask.window, device), shard.order(group, axis.size, device)
-            return GatherFunction.apply(q, k, v, axis, steps, order, backend).flatten(2)
-        return RingFunction.apply(q, k, v, axis, shard.ring(group, device), backend).flatten(2)
-
+    kind, axis = shard.types[layer], shard.axis
     if kind == "a2a":
-        return ulysses_attention(q, k, v, axis, shard, whole_rows)
-    if kind == "a2a+p2p":
-        inner, outer = axis.levels
-        return ulysses_attention(q, k, v, inner, shard, partial(shared_rows, axis=outer, group=inner.size))
-    return shared_rows(q, k, v, axis, 1)
+
+        def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+            return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
+
+        return ulysses_attention(q, k, v, axis, shard.order(range(axis.size), q.device), whole_rows)
+    if kind not in ("p2p", "allgather") or mask.window is not None:
+        raise ValueError(f"{kind} with window {mask.window} is a variant, which build.py picks")
+    if kind == "allgather":
+        steps = shard.gathered(q.device)
+        order = shard.order(range(axis.size), q.device)
+        return GatherFunction.apply(q, k, v, axis, steps, order, backend).flatten(2)
+    return RingFunction.apply(q, k, v, axis, shard.ring(q.device), backend).flatten(2)
 
 
 class RingFunction(torch.autograd.Function):
@@ -243,22 +208,24 @@ class RingFunction(torch.autograd.Function):
                 merge_(out, lse, step.queries, *part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = axis, steps, backend
+        ctx.args = axis, steps, backend
         return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, steps, backend = ctx.how
+        axis, steps, backend = ctx.args
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
         arriving = Pending(dkv)
         for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
-            grads = step and step_gradients(step, kv, (dout, q, out, lse), backend)
+            if step is not None:
+                dq_part, dk_part, dv_part = step_gradients(step, kv, dout, q, out, lse, backend)
             dkv = arriving.wait()  # the sums for these keys, from the rank before
-            if grads:
-                for total, rows, grad in zip((dq, *dkv), (step.queries, step.keys, step.keys), grads):
-                    total[rows] += grad
+            if step is not None:
+                dq[step.queries] += dq_part
+                dkv[0, step.keys] += dk_part
+                dkv[1, step.keys] += dv_part
             arriving = start_ring_exchange(dkv, axis)
         dk, dv = arriving.wait().to(k.dtype)  # those for this rank's own keys
         return dq.to(q.dtype), dk, dv, None, None, None
@@ -291,14 +258,22 @@ def merge_(
     lse[..., rows] = total
 
 
-def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> tuple:
+def step_gradients(
+    step: Step,
+    kv: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: str,
+) -> tuple:
     """Compute the gradients of a step's queries, keys and values.
 
-    kv `[2, s, b, g, d]`; known: dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]` of attention to all keys.
+    kv `[2, s, b, g, d]`; dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
     """
-    dout, q, out = (x[step.queries] for x in known[:3])
     k, v = (x[step.keys] for x in kv)
-    return attend_backward(dout, q, k, v, out, known[3][..., step.queries], step.block, backend)
+    at = step.queries
+    return attend_backward(dout[at], q[at], k, v, out[at], lse[..., at], step.block, backend)
 
 
 class GatherFunction(torch.autograd.Function):
@@ -310,32 +285,34 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
         kv = gather_kv(k, v, axis, order[0])
-        parts, out = [], q.new_empty(q.shape)
+        parts = []
+        out = q.new_empty(q.shape)
         for step in steps:
-            part, lse = attend(q[step.queries], *kv[:, step.keys], step.block, backend)
+            k_seen, v_seen = kv[:, step.keys]
+            part, lse = attend(q[step.queries], k_seen, v_seen, step.block, backend)
             parts.append(PartialRows(part, step.queries, lse))
         lse = merge_rows(parts, out)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = axis, steps, order, backend
+        ctx.args = axis, steps, order, backend
         return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
-        q, k, v, *out_lse = ctx.saved_tensors
-        axis, steps, order, backend = ctx.how
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, steps, order, backend = ctx.args
         kv = gather_kv(k, v, axis, order[0])
-        parts, dq = [], q.new_empty(q.shape)
+        parts = []
+        dq = q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
-            part, *grads = step_gradients(step, kv, (dout, q, *out_lse), backend)
+            part, *grads = step_gradients(step, kv, dout, q, out, lse, backend)
             parts.append(PartialRows(part, step.queries))
             for total, grad in zip(dkv, grads, strict=True):
                 if isinstance(step.keys, slice):
                     total[step.keys] += grad
-                else:  # some keys are in two windows
+                else:  # some keys are seen by both chunks of a document
                     total.index_add_(0, step.keys, grad.float())
-        by_rank = dkv.transpose(0, 1).index_select(0, order[1])
-        arriving = start_reduce_scatter(by_rank, axis)
+        arriving = start_reduce_scatter(dkv.transpose(0, 1).index_select(0, order[1]), axis)
         merge_rows(parts, dq)
         dk, dv = arriving.wait().to(k.dtype).unbind(1)
         return dq, dk, dv, None, None, None, None
@@ -351,35 +328,22 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     axis: Axis,
-    shard: Shard,
+    order: tuple[torch.Tensor, torch.Tensor],
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """a2a: call attend(q, k, v) on all tokens of the axis, in the row's order, for this rank's heads.
 
-    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`. With fewer
-    key/value heads than ranks, each of the ranks that share a head gets a copy.
+    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order:
+    `Shard.order` of the axis. With fewer key/value heads than ranks, the ranks that share one get copies.
     """
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):
         raise ValueError(f"{n} query, {g} key/value heads cannot be divided over {ranks} ranks (a2a)")
-    order = shard.order(1, ranks, q.device)
     k, v = (x.repeat_interleave(max(ranks // g, 1), dim=2) for x in (k, v))
     blocks = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]
     mine = all_to_all(blocks.permute(2, 0, 1, 3, 4).flatten(0, 1), axis)
-    mine = Reorder.apply(mine, *order)
+    to_row, to_ranks = order
+    mine = Reorder.apply(mine, to_row, to_ranks)
     q, k, v = mine.split([x.shape[2] // ranks for x in (q, k, v)], dim=2)
-    context = Reorder.apply(attend(q, k, v), *order[::-1])  # [ranks * s, b, n/ranks * d]
+    context = Reorder.apply(attend(q, k, v), to_ranks, to_row)  # [ranks * s, b, n/ranks * d]
     return all_to_all(context, axis).unflatten(0, (ranks, s)).permute(1, 2, 0, 3).reshape(s, b, n * d)
-
-
-class Reorder(torch.autograd.Function):
-    """x[order] of x `[n, ...]`, order, inverse `[n]` -> `[n, ...]`. The backward indexes with `inverse`."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.inverse = inverse
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.inverse), None, None

@@ -11,11 +11,13 @@ Packs of documents are another kind of microbatch; ranks may have different numb
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
+from nanomegatron.build import batch_sharding
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
@@ -27,9 +29,11 @@ from nanomegatron.run import Run
 
 def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
     """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
-    sharing = (mesh.device, model.reads_tokens, mesh.cp, config.parallel.cp_types(config.model.num_layers))
+    shard = batch_sharding(config)
     if config.data.variable_seq_lengths:
-        return tuple(d and PackLoader(d, config, eod, mesh, model[0].padded_vocab_size) for d in datasets)
+        vocab = model[0].padded_vocab_size
+        return tuple(d and PackLoader(d, config, eod, mesh, vocab, shard) for d in datasets)
+    sharing = (mesh.device, model.reads_tokens, partial(shard, axis=mesh.cp))
     return tuple(d and BatchLoader(d, config.data, eod, mesh.dp, *sharing) for d in datasets)
 
 

@@ -10,9 +10,9 @@ from benchmarks import context_cases, layer_cases, layers
 from benchmarks.context_cases import Row, document_bounds
 from benchmarks.session import Session, arguments
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.cp import Shard
 from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Axis, World
+from nanomegatron.variants.cp_documents import DocumentShard
 from tests.spmd import run_spmd
 
 
@@ -47,7 +47,7 @@ def rows_sent(bounds, ranks: int) -> int:
     places = []
     for rank in range(ranks):
         axis = Axis("cp", ranks, rank, tuple(range(ranks)))
-        places.append(Shard(axis, bounds[-1], ["p2p"], np.array(bounds)).places)
+        places.append(DocumentShard.of_documents(axis, bounds[-1], ["p2p"], np.array(bounds)).places)
     document = [np.searchsorted(bounds, own, side="right") for own in places]
 
     def seen(queries: int, keys: int) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -9,14 +10,18 @@ import pytest
 import torch
 
 from nanomegatron import cp
-from nanomegatron.config.settings import DataConfig
-from nanomegatron.cp import Shard, context_attention
+from nanomegatron.build import attention_over_cp, batch_sharding
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig
+from nanomegatron.cp import Shard, context_attention, shard_batch
 from nanomegatron.data.loader import BatchLoader, load_batch
 from nanomegatron.fast import ring
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
+from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
 from tests.spmd import run_spmd, spmd
+from tests.test_cp_shard import shard_of
 
 KINDS = ["p2p", "allgather", "a2a", "a2a+p2p"]
 FORMS = {"plain": context_attention, "fast": Ring(PeerAccess({}))}
@@ -66,11 +71,12 @@ def attention_alone(case):
 def on_a_rank(mesh, kind, case, form="plain"):
     """This rank's share of both, and where it is in the row; then the bytes sent."""
     inputs, grad, mask, bounds, backend = whole(case)
-    shard = Shard(mesh.cp, S, (kind,), bounds)
+    shard = shard_of(mesh.cp, S, (kind,), bounds)
     at = torch.from_numpy(shard.places)
     inputs = [x[at].requires_grad_() for x in inputs]
     mesh.traffic.clear()
-    context = FORMS[form](*inputs, shard, 0, mask, backend)
+    attention = attention_over_cp(FORMS[form], mask.window, mesh.cp)
+    context = attention(*inputs, shard, 0, mask, backend)
     grads = torch.autograd.grad(context, inputs, grad[at])
     return at, [context.detach(), *grads], {k: v for k, v in mesh.traffic.items() if k[2] == "bytes"}
 
@@ -173,7 +179,7 @@ def softmax_by_heads(mesh):
         asked.append(fused_softmax)
         return real(*args, fused_softmax=fused_softmax, **more)
 
-    shard, x = Shard(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
+    shard, x = Shard.of_row(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
     with patch.object(cp, "core_attention", noting):
         for fused in (True, False):
             cp.context_attention(x, x, x, shard, 0, Mask(True, None), "unfused", fused)
@@ -197,7 +203,7 @@ def test_a_ring_of_one_group():
 @spmd(world=4, cp=4)
 def test_heads_that_cannot_be_shared_out(mesh):
     for n, g, sizes in ((6, 6, "6 query, 6"), (12, 3, "12 query, 3")):
-        shard = Shard(mesh.cp, S, ("a2a",))
+        shard = Shard.of_row(mesh.cp, S, ("a2a",))
         q, k = torch.randn(12, 1, n, 8), torch.randn(12, 1, g, 8)
         with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be divided over 4 ranks"):
             context_attention(q, k, k, shard, 0, Mask(), "flash")
@@ -244,7 +250,9 @@ def settings(documents):
 
 
 def cut_batch(mesh, documents):
-    batch = BatchLoader(Text(), settings(documents), 0, mesh.dp, "cpu", True, mesh.cp, ("p2p",)).get(0)
+    model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    shard = partial(batch_sharding(Config(model=model, data=settings(documents))), axis=mesh.cp)
+    batch = BatchLoader(Text(), settings(documents), 0, mesh.dp, "cpu", True, shard).get(0)
     assert torch.equal(batch.positions, torch.from_numpy(batch.shard.places))
     names = ("tokens", "labels", "loss_mask") + ("position_ids",) * documents
     return batch.positions, {name: getattr(batch, name) for name in names}
@@ -260,3 +268,16 @@ def test_batches_are_cut(documents):
     for at, parts in ranks:
         for name, part in parts.items():
             assert torch.equal(part, getattr(whole, name)[:, at]), name
+
+
+def test_the_core_refuses_what_variants_compute():
+    """It would let queries see too many keys."""
+    axis = Axis("cp", 2, 0, (0, 1))
+    x = torch.randn(4, 1, 2, 8)
+    for kind, window in (("p2p", 3), ("allgather", 3), ("a2a+p2p", None)):
+        with pytest.raises(ValueError, match="is a variant, which build.py picks"):
+            context_attention(x, x, x, Shard.of_row(axis, 8, (kind,)), 0, Mask(True, window), "flash")
+    batch = load_batch(Text(), np.arange(1), settings(documents=True), 0)
+    with pytest.raises(ValueError, match="documents over several ranks"):
+        shard_batch(batch, axis, ("p2p",))
+    assert shard_batch(batch, Axis.single("cp"), ("p2p",)) is batch

@@ -14,19 +14,19 @@ from nanomegatron.fast.transfers import start_transfers
 from tests.peer_files import CPU, FileMemory
 from tests.spmd import run_spmd, spmd
 from tests.test_cp import CASES, FORMS, on_a_rank
-from tests.test_cp_shard import ROWS, expected_scores, scores_of, shards
+from tests.test_cp_shard import ROWS, expected_scores, scores_of, shards, shards_of_groups
 
 
 def rounds_of(size, group, lengths):
     """The rounds of each group of ranks."""
-    return [plan_rounds(shard, group, CPU) for shard in shards(size, lengths)[::group]]
+    return [plan_rounds(shard, CPU) for shard in shards_of_groups(size, group, lengths)]
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("size, group", [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (3, 1)])
 def test_rounds_compute_every_score_once(size, group, lengths):
     rings, seen = rounds_of(size, group, lengths), np.zeros((48, 48), int)
-    tokens = [shard.token_indices(i, group) for i, shard in enumerate(shards(size, lengths)[::group])]
+    tokens = [shard.places for shard in shards_of_groups(size, group, lengths)]
     for own, ring in enumerate(rings):
         for i, this in enumerate(ring):
             keys = [tokens[own]] * (i == 0)
@@ -62,7 +62,7 @@ def test_transfers_fit_together(size, group, lengths):
 
 def test_two_ranks_that_are_met_alike_are_one_step():
     for shard in shards(4, None):
-        steps = [step for this in plan_rounds(shard, 1, CPU) for step in this.steps]
+        steps = [step for this in plan_rounds(shard, CPU) for step in this.steps]
         assert len(steps) == {0: 3, 1: 4, 2: 3, 3: 3}[shard.axis.rank]
         sizes = [len(shard.places[step.queries]) * (step.keys.stop - step.keys.start) for step in steps[1:]]
         assert sum(sizes) == 3 * 12 * 12 / 2
@@ -70,8 +70,8 @@ def test_two_ranks_that_are_met_alike_are_one_step():
 
 def test_a_shard_is_planned_once_and_forgotten_with_it():
     ring, (shard, other) = Ring(PeerAccess({})), shards(2, [20, 28])
-    first = ring.rounds(shard, 1, CPU)
-    assert ring.rounds(shard, 1, CPU) is first is not ring.rounds(other, 1, CPU)
+    first = ring.rounds(shard, CPU)
+    assert ring.rounds(shard, CPU) is first is not ring.rounds(other, CPU)
     assert len(ring.plans) == 2
     del shard
     assert len(ring.plans) == 1

@@ -1,14 +1,18 @@
 """How rows are spread over context-parallel ranks: every score computed once, by equal shares."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from nanomegatron.cp import Shard, chunk_bounds
+from nanomegatron.cp import Shard
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, ranges
+from nanomegatron.variants.cp_documents import DocumentShard, chunk_bounds
+from nanomegatron.variants.cp_hierarchy import groups_of
+from nanomegatron.variants.cp_windows import window_steps
 
 CPU = torch.device("cpu")
 ROWS = {  # lengths of documents in rows of 48
@@ -21,10 +25,29 @@ ROWS = {  # lengths of documents in rows of 48
 }
 
 
+def shard_of(axis, s, types, cu_seqlens):
+    """The shard of a row, or of one that is a pack of documents."""
+    if cu_seqlens is None:
+        return Shard.of_row(axis, s, types)
+    return DocumentShard.of_documents(axis, s, types, cu_seqlens)
+
+
 def shards(size, lengths, s=48):
+    """One for each rank."""
     cu_seqlens = None if lengths is None else np.cumsum([0, *lengths]).astype(np.int32)
     axes = [Axis("cp", size, rank, tuple(range(size))) for rank in range(size)]
-    return [Shard(axis, s, ("p2p",), cu_seqlens) for axis in axes]
+    return [shard_of(axis, s, ("p2p",), cu_seqlens) for axis in axes]
+
+
+def shards_of_groups(size, group, lengths):
+    """One for each group of neighbours, as its first rank has it."""
+    found = shards(size, lengths)[::group]
+    for i, shard in enumerate(found):
+        inner = Axis("cp", group, 0, shard.axis.ranks[i * group :][:group])
+        outer = Axis("cp across", size // group, i, shard.axis.ranks[::group])
+        shard.axis = replace(shard.axis, levels=(inner, outer))
+    assert all(groups_of(shard) is groups_of(shard) for shard in found), "made once"
+    return [groups_of(shard) for shard in found]
 
 
 def scores_of(step, queries, keys, seen):
@@ -55,12 +78,12 @@ def expected_scores(lengths, window=None, s=48):
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("size, group", [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (3, 1)])
 def test_a_ring_computes_every_score_once(size, group, lengths):
-    parts, seen = shards(size, lengths)[::group], np.zeros((48, 48), int)
+    parts, seen = shards_of_groups(size, group, lengths), np.zeros((48, 48), int)
     for own, shard in enumerate(parts):
-        for i, step in enumerate(shard.ring(group, CPU)):
+        for i, step in enumerate(shard.ring(CPU)):
             if step is not None:
                 other = (own - i) % len(parts)
-                scores_of(step, shard.token_indices(own, group), shard.token_indices(other, group), seen)
+                scores_of(step, shard.token_indices(own), shard.token_indices(other), seen)
     assert (seen == expected_scores(lengths)).all()
 
 
@@ -69,10 +92,28 @@ def test_a_ring_computes_every_score_once(size, group, lengths):
 @pytest.mark.parametrize("size, group", [(2, 1), (4, 1), (4, 2), (8, 1), (3, 1)])
 def test_gathered_keys_give_every_score_once(size, group, lengths, window):
     seen = np.zeros((48, 48), int)
-    for shard in shards(size, lengths)[::group]:
-        for step in shard.gathered(group, window, CPU):
-            scores_of(step, shard.token_indices(shard.axis.rank // group, group), np.arange(48), seen)
+    for shard in shards_of_groups(size, group, lengths):
+        steps = shard.gathered(CPU) if window is None else window_steps(shard, window, CPU)
+        for step in steps:
+            scores_of(step, shard.places, np.arange(48), seen)
     assert (seen == expected_scores(lengths, window)).all()
+
+
+def test_layers_with_other_windows_have_other_steps():
+    """Of one row: a shard keeps the plan of each."""
+    shard = shards(2, ROWS["several"])[0]
+    first, second = (window_steps(shard, window, CPU) for window in (5, 9))
+    assert first[0].block.window == 5 and second[0].block.window == 9
+    assert window_steps(shard, 5, CPU) is first
+
+
+@pytest.mark.parametrize("lengths", [None, ROWS["several"]])
+@pytest.mark.parametrize("size, group", [(4, 2), (8, 2), (8, 4), (4, 4)])
+def test_a_group_has_the_tokens_of_its_ranks(size, group, lengths):
+    ranks = shards(size, lengths)
+    for i, shard in enumerate(shards_of_groups(size, group, lengths)):
+        each = [rank.places for rank in ranks[i * group :][:group]]
+        assert shard.places.tolist() == sorted(np.concatenate(each))
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
@@ -98,7 +139,7 @@ def test_work_is_equal():
 def test_no_score_is_computed_to_be_thrown_away():
     """Blocks are full but for the one of a rank's own keys, which is causal."""
     for shard in shards(4, None):
-        own, *others = shard.ring(1, CPU)
+        own, *others = shard.ring(CPU)
         assert own.block.causal and not any(step.block.causal for step in others)
         sizes = [len(shard.places[step.queries]) * (step.keys.stop - step.keys.start) for step in others]
         assert sizes == [12 * 12 / 2] * 3
@@ -106,13 +147,13 @@ def test_no_score_is_computed_to_be_thrown_away():
 
 @pytest.mark.parametrize("lengths", [None, [20, 3, 1, 17, 7]])
 def test_orders_of_gathered_tokens(lengths):
-    for group, among in ((1, 4), (1, 2), (2, 2), (1, 1)):
-        for shard in shards(4, lengths):
-            first = shard.axis.rank // (group * among) * among
-            there = np.concatenate([shard.token_indices(first + i, group) for i in range(among)])
-            order, inverse = shard.order(group, among, CPU)
+    for shard in [*shards(4, lengths), *shards_of_groups(4, 2, lengths)]:
+        size = shard.axis.size
+        for ranks in (range(size), range(size // 2), range(size // 2, size), range(1)):
+            there = np.concatenate([shard.token_indices(rank) for rank in ranks])
+            order, inverse = shard.order(ranks, CPU)
             assert (np.diff(there[order]) > 0).all() and (there[order][inverse] == there).all()
-            assert shard.order(group, among, CPU)[0] is order, "made once"
+            assert shard.order(ranks, CPU)[0] is order, "made once"
 
 
 def test_chunks_of_any_lengths():

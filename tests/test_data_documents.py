@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import long_tail
+from nanomegatron.build import batch_sharding
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets
@@ -142,7 +143,7 @@ def loaders_of(data, dp, cp, count=8, **kwargs):
         mesh = SimpleNamespace(
             device=torch.device("cpu"), dp_cp=place, cp=Neighbours(rank=rank % cp, size=cp)
         )
-        yield PackLoader(data, config, EOD, mesh, 128)
+        yield PackLoader(data, config, EOD, mesh, 128, batch_sharding(config))
 
 
 def seen(batches):

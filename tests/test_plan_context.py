@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import attention_over_cp
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.cp import Shard
+from nanomegatron.cp import Shard, context_attention
 from nanomegatron.data.packing import Ranks
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -126,7 +127,9 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
             tp=mesh.tp,
             init=Init(dtype=dtype),
         )
-        shard = Shard(mesh.cp, s, types * layers)
+        for layer in built.layers:
+            layer.self_attention.context = attention_over_cp(context_attention, None, mesh.cp)
+        shard = Shard.of_row(mesh.cp, s, types * layers)
         places = torch.from_numpy(shard.places)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
         batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)

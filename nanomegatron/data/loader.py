@@ -13,7 +13,7 @@ order, so the number of threads changes no result.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +23,6 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.cp import shard_batch
-from nanomegatron.mesh import Axis
 
 
 def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig) -> list[int]:
@@ -82,13 +80,12 @@ class BatchLoader:
         dp: Any,
         device: torch.device | str,
         tokens_too: bool = True,
-        cp: Axis = Axis.single("cp"),  # noqa: B008 (frozen)
-        types: Sequence[str] = (),
+        shard: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        """dp: has the `rank` and `size` of the ranks that share the data; cp, types: see `shard_batch`."""
+        """dp: has the `rank` and `size` of the ranks that share the data; shard: takes this rank's tokens."""
         self._dataset, self._data = dataset, data
         self._eod, self._dp = eod, dp
-        self._tokens_too, self._cp, self._types = tokens_too, cp, types
+        self._tokens_too, self._shard = tokens_too, shard
         self._device = torch.device(device)
         self._ahead: deque[Future[Batch]] = deque()
         self._next = -1  # first sample of the microbatch at the head of _ahead
@@ -119,7 +116,7 @@ class BatchLoader:
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
         batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)
-        batch = shard_batch(batch, self._cp, self._types)
+        batch = self._shard(batch)
         return batch.each(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
     def _drop(self) -> None:

@@ -14,7 +14,7 @@ each document, attention does not cross documents, and the rest of the row is a 
 no loss. End-of-document tokens inside a document have no effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,11 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
-from nanomegatron.cp import shard_batch
 from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.loader import numbers
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.data.samples import Samples
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Axis, Mesh
 
 
 class DocumentDataset(Samples):
@@ -102,12 +101,12 @@ class PackLoader:
         eod: int,
         mesh: Mesh,
         padded_vocab_size: int,
+        shard: Callable[[Batch, Axis], Batch],
     ) -> None:
-        """config: resolved. dataset: a DocumentDataset, or a blend of them."""
-        self._dataset, self._data = dataset, config.data
+        """config: resolved. dataset: a DocumentDataset, or a blend of them. shard: cuts packs over ranks."""
+        self._dataset, self._data, self._shard = dataset, config.data, shard
         self._eod, self._mesh = eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
-        self._types = config.parallel.cp_types(config.model.num_layers)
         self.ranks = Ranks.from_config(config)
         self._pool = ThreadPoolExecutor(1, "batches") if config.data.num_workers else None
         self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
@@ -151,7 +150,7 @@ class PackLoader:
             batch = load_pack(texts, ids, tokens, self._data.seq_length)
             if self._data.eod_mask_loss:
                 batch.loss_mask[batch.tokens == self._eod] = 0
-            batches.append(shard_batch(batch, self._mesh.cp.neighbours(pack.size), self._types))
+            batches.append(self._shard(batch, self._mesh.cp.neighbours(pack.size)))
         pin = self._mesh.device.type == "cuda"
         return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pin else batches
 

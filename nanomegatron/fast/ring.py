@@ -1,4 +1,4 @@
-"""Same result as `cp.context_attention`, with another ring (for p2p, and between the groups of a2a+p2p).
+"""Same result as `cp.context_attention`, with another ring, for p2p.
 
     cp 4, rank 1      compute    q1 k1 | q1 k0  q1 k3 | q1 k2 |
                       receive   k0  k3 |           k2 |       |
@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import Rows, Shard, context_attention, step_gradients, ulysses_attention
+from nanomegatron.cp import Rows, Shard, context_attention, step_gradients
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Block, Mask, attend, ranges, to_device
+from nanomegatron.ops.attention import Block, Mask, attend, to_device
 from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, merge_rows
 
 ROUND = 2  # other ranks whose keys arrive at a time
@@ -50,7 +50,7 @@ class RingStep(NamedTuple):
 
 
 class RingRound(NamedTuple):
-    """One round of the ring on a rank (or group of ranks): attention to the keys at hand, and transfers.
+    """One round of the ring on a rank: attention to the keys at hand, and transfers.
 
     The first round has the rank's own keys, each later one those of up to `ROUND` other ranks, concatenated.
     """
@@ -67,7 +67,7 @@ class RingRound(NamedTuple):
 
 
 class Ring:
-    """`SelfAttention.context`: this ring for p2p and a2a+p2p; other kinds and windows are as in the core.
+    """`SelfAttention.context`: this ring for p2p; other kinds are as in the core.
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
     The rounds of a shard are planned once, and kept as long as the shard exists.
@@ -75,7 +75,7 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[RingRound]]] = WeakKeyDictionary()
+        self.plans: WeakKeyDictionary[Shard, dict[torch.device, list[RingRound]]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -89,23 +89,17 @@ class Ring:
         fused_softmax: bool = True,
     ) -> torch.Tensor:
         """As `cp.context_attention`."""
-        kind = shard.types[layer]
-        if mask.window is not None or kind in ("allgather", "a2a"):
+        if shard.types[layer] != "p2p" or mask.window is not None:
             return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)
-        inner, outer = shard.axis.levels if kind == "a2a+p2p" else (None, shard.axis)
-        rounds = self.rounds(shard, inner.size if inner else 1, q.device)
+        rounds = self.rounds(shard, q.device)
+        return RoundsFunction.apply(q, k, v, shard.axis, rounds, self.peers, backend).flatten(2)
 
-        def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return RoundsFunction.apply(q, k, v, outer, rounds, self.peers, backend).flatten(2)
-
-        return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
-
-    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[RingRound]:
-        """The rounds of this rank or, if `group` is more than one, of its group of neighbours."""
+    def rounds(self, shard: Shard, device: torch.device) -> list[RingRound]:
+        """The rounds of this rank."""
         plans = self.plans.setdefault(shard, {})
-        if (group, device) not in plans:
-            plans[group, device] = plan_rounds(shard, group, device)
-        return plans[group, device]
+        if device not in plans:
+            plans[device] = plan_rounds(shard, device)
+        return plans[device]
 
 
 class RoundsFunction(torch.autograd.Function):
@@ -124,13 +118,13 @@ class RoundsFunction(torch.autograd.Function):
                 seen = (x[step.keys] for x in kv)
                 total.add(step.places, *attend(q[step.queries], *seen, step.block, backend))
         ctx.save_for_backward(q, k, v, total.rows, total.lse)
-        ctx.how = axis, rounds, peers, backend
+        ctx.args = axis, rounds, peers, backend
         return total.rows
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
-        q, k, v, *known = ctx.saved_tensors
-        axis, rounds, peers, backend = ctx.how
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, rounds, peers, backend = ctx.args
         dq = LseAccumulator(q, sum(len(this.steps) for this in rounds))
         sent = 1 + sum(len(this.keys) for this in rounds)
         dkv = LseAccumulator(k, sent), LseAccumulator(v, sent)
@@ -144,7 +138,7 @@ class RoundsFunction(torch.autograd.Function):
                     total.add(places, grads[begin : begin + size])
 
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
-            found = [step_gradients(step, kv, (dout, q, *known), backend) for step in this.steps]
+            found = [step_gradients(step, kv, dout, q, out, lse, backend) for step in this.steps]
             if this is rounds[0]:
                 for total, own in zip(dkv, found[0][1:], strict=True):
                     total.add(ALL, own)
@@ -223,22 +217,22 @@ def grads_to_return(this: RingRound, found: list[Sequence[torch.Tensor]]) -> Ite
                 yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
-def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingRound]:
-    """The rounds of this group of ranks: own keys, then those of `ROUND` others at a time, nearest first."""
-    size = shard.axis.size // group
+def plan_rounds(shard: Shard, device: torch.device) -> list[RingRound]:
+    """The rounds of this rank: own keys, then those of `ROUND` others at a time, nearest first."""
+    size = shard.axis.size
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
-    planner = Planner(shard, group, device)
+    planner = Planner(shard, device)
     return [planner.round(by) for by in distances]
 
 
 class Planner:
-    """Plans the rounds of a group of ranks; "rank" means such a group here."""
+    """Plans the rounds of a rank."""
 
-    def __init__(self, shard: Shard, group: int, device: torch.device) -> None:
-        self.documents, self.device = shard.documents, device
-        self.size, self.own = shard.axis.size // group, shard.axis.rank // group
-        self.tokens = len(shard.places) * group
-        self.rows = functools.cache(functools.partial(shard.query_key_rows, group=group))
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self.shard, self.device = shard, device
+        self.size, self.own = shard.axis.size, shard.axis.rank
+        self.tokens = len(shard.places)
+        self.rows = functools.cache(shard.query_key_rows)
 
     def round(self, by: Sequence[int]) -> RingRound:
         """Plan the round with the keys of the ranks at the distances `by` before this one."""
@@ -247,26 +241,23 @@ class Planner:
             for d, (_, rows, (begin, _)) in zip(by, self.arriving(self.own, by, 1), strict=True)
             if rows
         ]
-        if not self.documents and all(step.queries == steps[0].queries for step in steps):
+        if steps and all(x.block.cu_q is None and x.queries == steps[0].queries for x in steps):
             steps = [steps[0]._replace(keys=slice(0, steps[-1].keys.stop))]  # the keys of both at once
         sent = [self.keys_seen(self.own + d, self.own) for d in by if d]
-        sent = [bounds for bounds in sent if bounds.size]
-        keys = [self.selection(bounds) for bounds in sent]
-        key_places = [self.places(bounds) for bounds in sent]
+        sent = [rows for rows in sent if count(rows)]
+        keys = [rows if isinstance(rows, slice) else to_device(rows, self.device) for rows in sent]
+        key_places = [self.places(rows) for rows in sent]
         return RingRound(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
 
     def step(self, other: int, keys: slice) -> RingStep:
         """Plan attention to the keys of the rank `other`, which are the slice `keys` of the round's."""
-        causal = other == self.own
-        queries, seen = self.rows(self.own, other)
-        if not self.documents:
-            return RingStep(self.selection(queries), keys, Block(causal), self.places(queries))
-        block = Block.packed(queries, seen, self.device, causal)
-        whole = np.diff(queries, axis=0).sum() == self.tokens
-        return RingStep(ALL if whole else self.selection(queries), keys, block, self.places(queries))
+        step = self.shard.step(other, self.device)
+        queries, _ = self.rows(self.own, other)
+        whole = count(queries) == self.tokens
+        return RingStep(ALL if whole else step.queries, keys, step.block, self.places(queries))
 
-    def keys_seen(self, queries: int, keys: int) -> np.ndarray:
-        """The keys of one rank that queries of another see, (begin, end) by document, `[2, docs]`."""
+    def keys_seen(self, queries: int, keys: int) -> slice | np.ndarray:
+        """The keys of one rank that queries of another see."""
         return self.rows(queries % self.size, keys % self.size)[1]
 
     def transfers(self, by: Sequence[int], sign: int) -> TransferPlan:
@@ -278,19 +269,18 @@ class Planner:
     def arriving(self, rank: int, by: Sequence[int], sign: int) -> list[Transfer]:
         """The transfers to a rank: of keys that its queries see (sign 1), or of its keys' gradients (-1)."""
         pairs = [(rank, rank - d) if sign > 0 else (rank + d, rank) for d in by]
-        rows = [int(np.diff(self.keys_seen(*pair), axis=0).sum()) for pair in pairs]
+        rows = [count(self.keys_seen(queries, keys)) for queries, keys in pairs]
         return [Transfer(sign * d, rows[i], (sum(rows[:i]), sum(rows))) for i, d in enumerate(by)]
 
-    def selection(self, bounds: np.ndarray) -> Rows:
-        """The rows from begin to end of each pair `[2, docs]`."""
-        if not self.documents:
-            return slice(*bounds[:, 0].tolist())
-        return to_device(ranges(*bounds), self.device)
-
-    def places(self, bounds: np.ndarray) -> Rows:
+    def places(self, rows: slice | np.ndarray) -> Rows:
         """These rows as `PartialRows.at`: a slice, or for each token its number among the rows, or -1."""
-        if not self.documents:
-            return self.selection(bounds)
-        rows, numbers = ranges(*bounds), np.full(self.tokens, -1)
+        if isinstance(rows, slice):
+            return rows
+        numbers = np.full(self.tokens, -1)
         numbers[rows] = np.arange(len(rows))
         return to_device(numbers, self.device)
+
+
+def count(rows: slice | np.ndarray) -> int:
+    """The number of rows; a slice has a stop."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

@@ -87,3 +87,16 @@ def _spread(part: PartialRows, s: int) -> tuple[torch.Tensor, torch.Tensor | Non
         whole[..., at] = lse
         lse = whole
     return out, lse
+
+
+class Reorder(torch.autograd.Function):
+    """x[order] of x `[n, ...]`, order, inverse int64 `[n]` -> `[n, ...]`; the backward is grad[inverse]."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, ctx.inverse), None, None

@@ -10,6 +10,7 @@ from nanomegatron.fast.ring import Ring, plan_rounds
 from nanomegatron.fast.transfers import PeerRing
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 from tests.test_cp import CASES, S, whole
+from tests.test_cp_shard import shard_of
 
 SIZES = [(3 * 2**17, torch.bfloat16), (2**19, torch.float32), (100, torch.bfloat16), (2**19, torch.bfloat16)]
 
@@ -24,7 +25,7 @@ def storm(mesh, device):
     for turn in range(60):
         s, dtype = SIZES[turn % len(SIZES)]
         own = torch.full((2, s, 2), rank + turn % 7, device=device, dtype=dtype).unbind(0)
-        rounds = plan_rounds(Shard(mesh.cp, size * s, ("p2p",)), 1, device)
+        rounds = plan_rounds(Shard.of_row(mesh.cp, size * s, ("p2p",)), device)
         how = mesh.cp, device
         keys = peers.ring(*how, "keys", 4 * own[0].nbytes, 1)
         back = peers.ring(*how, "gradients of keys", 4 * own[0].nbytes, len(rounds) - 1)
@@ -68,7 +69,7 @@ def in_both_forms(mesh, device):
     flags = []
     for name in ("heads", "grouped", "documents"):
         inputs, grad, mask, bounds, _ = whole(CASES[name] | dict(d=64, dtype=torch.bfloat16))
-        shard = Shard(mesh.cp, S, ("p2p",), bounds)
+        shard = shard_of(mesh.cp, S, ("p2p",), bounds)
         own = [x[torch.from_numpy(shard.places)].to(device) for x in (*inputs, grad)]
         results = []
         for attention in forms:
