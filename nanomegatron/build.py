@@ -22,6 +22,7 @@ from torch import nn
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.config.check_layout import graph_conflict, graph_impl
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.cp import context_attention, shard_batch
 from nanomegatron.dp import Buckets, ShardComm
@@ -63,6 +64,7 @@ from nanomegatron.variants.router_groups import best_of_groups
 from nanomegatron.variants.router_jitter import jittered_logits
 from nanomegatron.variants.router_losses import add_global_counts, global_aux_loss, seq_aux_loss
 from nanomegatron.variants.router_sinkhorn import sinkhorn_routing
+from nanomegatron.zero2 import Zero2Buckets
 
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
@@ -253,12 +255,18 @@ def batch_sharding(config: Config) -> Callable[..., Batch]:
     return partial(shard_batch, types=types)
 
 
+def buckets_class(parallel: ParallelConfig) -> type[Buckets]:
+    """Return the class of buckets for --data-parallel-sharding-strategy."""
+    return Zero2Buckets if parallel.sharding == "optim_grads" else Buckets
+
+
 def build_optimizer(
     model: nn.Module, config: Config, mesh: Mesh, values: list[list[float]], paths: Paths
 ) -> tuple[Buckets, Optimizer]:
     """Put the gradients of a model into buckets and make its optimizer. values: `lr_schedule.step_values`."""
     dtype = getattr(torch, config.grad_dtype_name)
-    buckets = Buckets(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
+    kind = buckets_class(config.parallel)
+    buckets = kind(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
     casts = paths.gathered is gathered_casts
     state = cast_state if casts else ShardState
     if config.optimizer.optimizer_cpu_offload:

@@ -14,11 +14,9 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     strategy       shard   gradients                                      bytes a parameter: bf16, grad, fp32
     no_shard       all     all-reduced after the last microbatch          2 + 4 + 12
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
-    optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
-`optim_grads` allocates a bucket's gradients when the first of them is written, once earlier microbatches are
-reduced. A full bucket starts its reduce-scatter and frees them; the reduced shard is added to an fp32 sum.
-`Optimizer.step` updates the shards and starts the all-gather of parameters. Experts have their own buckets.
+(`zero2.py` reduces after every microbatch.) `Optimizer.step` updates the shards and starts the all-gather of
+parameters. Experts have their own buckets.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
@@ -27,7 +25,7 @@ full when it has all gradient contributions of a microbatch (`spec.uses` from ea
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -40,7 +38,6 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Part, accumulate, add_grad
 
 PARAM_ALIGN, SHARD_ALIGN = 64, 128  # in elements: a parameter's begin and a shard's length are multiples
-IN_FLIGHT = 2  # reductions in flight at most with `optim_grads`; each holds a bucket's gradients
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,13 @@ class Bucket:
     """Some parameters and their gradients in flat tensors; `param.bucket` is the bucket of a parameter.
 
     axis: the ranks that sum gradients; `shards`, the axis of `comm`: the ranks that divide the update, one
-    without sharding. With `optim_grads` gradients have memory only from `alloc_grads` to `free_grads`.
+    without sharding. After the sum `grad_shard` is that of this rank's shard.
     """
 
+    keeps_grads = True  # whole, from step to step, in memory of `comm`
     data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
     grads: torch.Tensor | None  # their gradients, likewise
+    grad_shard: torch.Tensor
 
     def __init__(
         self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
@@ -139,14 +138,9 @@ class Bucket:
             param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
-        self.stale: set[nn.Parameter] = set()  # with gradients of the last step, until the first contribution
+        self.share = axis.size / buckets.grad_scale if buckets.op == "avg" else 1.0  # for experts not 1
         self.gather: Pending | None = None
-        self.free_grads()
-        if buckets.pooled:
-            self.grad_shard = torch.zeros(length, device=self.device)
-        else:
-            self.alloc_grads()
-            self.grad_shard = self.grads[self.shard]
+        self.init_grads()
         self.start_step(1)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -163,34 +157,25 @@ class Bucket:
                     place = (start - begin, start - self.shard.start, stop - self.shard.start)
                     yield Slice(param, part, *place, part.owner and saver)
 
-    def alloc_grads(self) -> None:
-        """Allocate zeroed gradients."""
-        if self.buckets.pooled:
-            self.buckets.finish_reductions(microbatches=self.done)
-            self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
-        else:
-            self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
-        for param, view in zip(self.params, self.views(self.grads), strict=True):
+    def init_grads(self) -> None:
+        """Allocate the gradients, and `grad_shard` in them."""
+        self.set_grads(self.comm.zeros(self.size, self.buckets.grad_dtype))
+        self.grad_shard = self.grads[self.shard]
+
+    def set_grads(self, grads: torch.Tensor) -> None:
+        """Make grads `[size]` the gradients, and each `main_grad` a view of them."""
+        self.grads = grads
+        for param, view in zip(self.params, self.views(grads), strict=True):
             param.main_grad = view
 
-    def free_grads(self) -> None:
-        """Free the gradients."""
-        self.grads = None
-        for param in self.params:
-            param.main_grad = None
-
     def start_step(self, microbatches: int) -> None:
-        """Reset the counts of contributions, for a step of `microbatches`."""
+        """Reset the counts, for a step of `microbatches`; a parameter's first contribution overwrites."""
         self.counts, self.seen = Counter(), 0
         self.microbatches = microbatches
+        self.stale = set(self.params)  # with gradients of the last step
 
     def ready(self, param: nn.Parameter) -> None:
-        """Count a contribution that has been written. Raises RuntimeError for one too many.
-
-        If they were written before the gradients were last freed (by the fused loss), allocates them again.
-        """
-        if self.grads is None:
-            self.alloc_grads()
+        """Count a contribution that has been written. Raises RuntimeError for one too many."""
         self.stale.discard(param)
         self.counts[param] += 1
         if self.counts[param] > self.microbatches * param.spec.uses:
@@ -275,12 +260,6 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
     return lists
 
 
-def bucket_size(parallel: ParallelConfig, ranks: int) -> float:
-    """Return the elements per bucket; infinite if no size is set and no option gains from several."""
-    many = parallel.overlap_grad_reduce or parallel.overlap_param_gather or parallel.sharding == "optim_grads"
-    return parallel.bucket_size(ranks) if many or parallel.ddp_bucket_size else math.inf
-
-
 class Buckets:
     """All parameters and gradients of a model in buckets; sums gradients over replicas, gathers parameters.
     buckets.zero(microbatches=8)   forward and backward, 8 times   buckets.grad_sync()   optimizer.step(loss)
@@ -289,6 +268,8 @@ class Buckets:
     loss by `grad_scale`. `all` is in the order in which gradients become ready. shard_comm: makes the
     `ShardComm` of an axis; gathered: (param, axis) -> a class like `GatheredParams`.
     """
+
+    bucket_class = Bucket
 
     def __init__(
         self,
@@ -302,11 +283,10 @@ class Buckets:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
         self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
-        self.pooled = self.strategy == "optim_grads"
         self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
-        self.in_flight: deque[tuple[Bucket, Pending]] = deque()
+        self.in_flight: list[tuple[Bucket, Pending]] = []
         self.before_reduce: dict[str, Callable[[Bucket], None]] = {}  # to see gradients before the sum
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
@@ -317,11 +297,11 @@ class Buckets:
             kind = gathered(param, shards) if gathered else GatheredParams
             groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
         for (axis, shards, dtype, kind), params in groups.items():
-            members = split_into_buckets(params, bucket_size(parallel, axis.size))
-            each = (kind.itemsize or dtype.itemsize) + (0 if self.pooled else grad_dtype.itemsize)
+            members = split_into_buckets(params, parallel.bucket_size(axis.size))
+            each = (kind.itemsize or dtype.itemsize) + grad_dtype.itemsize * self.bucket_class.keeps_grads
             size = each * sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
             self.comms.append(comm := shard_comm(shards, params[0].device, size))
-            self.all += [Bucket(m, axis, comm, kind, self) for m in members]
+            self.all += [self.bucket_class(m, axis, comm, kind, self) for m in members]
         place = {param: i for i, param in enumerate(reversed(self.params))}
         self.all.sort(key=lambda bucket: place[bucket.params[-1]])
         self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
@@ -347,46 +327,40 @@ class Buckets:
             comm.wait_for_readers()
         for bucket in self.all:
             bucket.gathered.free_params()
-            if self.pooled:
-                bucket.grad_shard.zero_()
-            else:
-                bucket.stale.update(bucket.params)
             bucket.start_step(microbatches)
 
     def on_full(self, bucket: Bucket, last: bool) -> None:
         """Called when a bucket has all contributions of a microbatch; last: of the step's last microbatch."""
-        if self.pooled or (last and self.overlap_reduce):
+        if last and self.overlap_reduce:
             self.in_flight.append((bucket, bucket.start_reduce(self.op)))
-        if self.pooled:
-            bucket.free_grads()
-            self.finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
 
-    def finish_reductions(self, left: int = 0, microbatches: float = math.inf) -> None:
-        """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
-        while len(self.in_flight) > left and self.in_flight[0][0].done <= microbatches:
-            bucket, pending = self.in_flight.popleft()
-            summed = pending.wait()
-            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts not 1
-            if self.pooled:
-                bucket.grad_shard.add_(summed, alpha=share)
-            elif share != 1.0:
-                bucket.grad_shard.mul_(share)
+    def start_reductions(self) -> None:
+        """Start the sums of all buckets, unless each has started in the backward."""
+        if not self.overlap_reduce:
+            self.in_flight.extend([(bucket, bucket.start_reduce(self.op)) for bucket in self.all])
+
+    def finish_reductions(self) -> None:
+        """Wait for the sums in flight; a mean over dp x cp is made one of the sum over edp for experts."""
+        for bucket, pending in self.in_flight:
+            pending.wait()
+            if bucket.share != 1.0:
+                bucket.grad_shard.mul_(bucket.share)
+        self.in_flight.clear()
 
     def grad_sync(self) -> None:
         """Finish the sums over replicas, then those of partial gradients; then each `grad_shard` is final.
 
-        Communicates the gradients once (with optim_grads per microbatch) over dp x cp or edp, and the shard's
-        partial gradients in one all-reduce per axis: tp (norms under sequence parallelism), ranks that share
-        a key/value head, `embed` (tied embeddings). Raises RuntimeError for missing gradients (a layer was
-        not used, or did not report them), and for parameters whose gather was not waited for: they were read
-        without the forward of the module that owns them.
+        Communicates the gradients once over dp x cp or edp, and the shard's partial gradients in one
+        all-reduce per axis: tp (norms under sequence parallelism), ranks that share a key/value head, `embed`
+        (tied embeddings). Raises RuntimeError for missing gradients (a layer was not used, or did not report
+        them), and for parameters whose gather was not waited for: they were read without the forward of the
+        module that owns them.
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
         if early := [p.spec.name for bucket in self.all if bucket.gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
-        if not (self.overlap_reduce or self.pooled):
-            self.in_flight.extend([(bucket, bucket.start_reduce(self.op)) for bucket in self.all])
+        self.start_reductions()
         self.finish_reductions()
         for axis, pieces in self.partial.items():
             summed = all_reduce_(torch.cat(pieces), axis)

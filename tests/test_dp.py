@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
-from nanomegatron.dp import Bucket, Buckets, lay_out, split_into_buckets
+from nanomegatron.dp import Buckets, lay_out, split_into_buckets
 from nanomegatron.param import Init, ParamSpec, grad_buffer, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
+from nanomegatron.zero2 import Zero2Bucket
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd, spmd
 from tests.toy import LENGTH, SAMPLES, VOCAB, Toy, built, parameter, samples, torch_train, train_step
@@ -205,16 +207,16 @@ def memory(mesh, flags, config, grad_dtype):
         most = max(most, sum(b.grads is not None for b in buckets.all) + len(buckets.in_flight))
         inner(bucket, last)
 
-    def alloc_grads(bucket, inner=Bucket.alloc_grads):
-        inner(bucket)
+    def alloc_grads(bucket):
+        Zero2Bucket.alloc_grads(bucket)
         assert all(other.done > bucket.done for other, _ in buckets.in_flight), "of an earlier microbatch"
 
     buckets.on_full = on_full
-    for bucket in buckets.all:
+    for bucket in () if buckets.bucket_class.keeps_grads else buckets.all:
         bucket.alloc_grads = partial(alloc_grads, bucket)
     train_step(model, buckets, optimizer, mesh)
     assert not buckets.in_flight
-    if buckets.pooled:
+    if not buckets.bucket_class.keeps_grads:
         assert all(b.grads is None for b in buckets.all)
         assert all(p.main_grad is None for p in buckets.params)
     tensors = [t for b in buckets.all for t in (b.data, b.grads, b.grad_shard)]
@@ -272,7 +274,7 @@ def test_partial_gradients_are_summed_over_tp(mesh, strategy):
     """In one collective; each of two microbatches gives rank r the gradient r + 1."""
     model = Several(mesh.tp)
     flags = ParallelConfig(data_parallel_sharding_strategy=strategy, tensor_model_parallel_size=2)
-    buckets = Buckets(model, flags, mesh)
+    buckets = buckets_class(flags)(model, flags, mesh)
     buckets.zero(2)
     for _ in range(2):
         (sum(p.sum() for p in model.parameters()) * (mesh.rank + 1)).backward()
@@ -299,7 +301,8 @@ def bf16_gradients(mesh):
             flags = {"data_parallel_sharding_strategy": strategy}
             model, buckets, optimizer = built(mesh, flags, grad_dtype=dtype)
             train_step(model, buckets, optimizer, mesh)
-            assert buckets.all[0].grad_shard.dtype == (torch.float32 if buckets.pooled else dtype)
+            expected = torch.float32 if strategy == "optim_grads" else dtype
+            assert buckets.all[0].grad_shard.dtype == expected
             shards.append(torch.cat([bucket.grad_shard.float() for bucket in buckets.all]))
         errors.append(((shards[1] - shards[0]).norm() / shards[0].norm()).item())
     return errors, {key[1:]: n for key, n in mesh.traffic.items() if key[0] == "dp_cp"}

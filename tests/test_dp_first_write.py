@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import buckets_class
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
@@ -60,7 +61,7 @@ def gradients(
         model.output_layer.loss = fused_linear_cross_entropy
     strategy = "optim_grads" if "pooled" in way else "no_shard"
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, ddp_bucket_size=1000)
-    buckets, store = begin and Buckets(model, parallel, Mesh(), grad_dtype), WeightGradStore()
+    buckets, store = begin and buckets_class(parallel)(model, parallel, Mesh(), grad_dtype), WeightGradStore()
     for param in model.parameters():
         param.wgrad_store = store
     if buckets:

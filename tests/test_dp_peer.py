@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets, ShardComm
+from nanomegatron.dp import ShardComm
 from nanomegatron.fast.dp_peer import PeerShardComm, PeerShards
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.optim import Optimizer
@@ -63,7 +64,7 @@ def test_sums_and_gathers_are_those_of_collectives(world, tmp_path):
 def trained(mesh, parallel: ParallelConfig, grad_dtype, shard_comm) -> tuple:
     """Norms of three steps, weights, and how shards moved."""
     model = Toy(dtype=torch.bfloat16)
-    buckets = Buckets(model, parallel, mesh, grad_dtype, shard_comm)
+    buckets = buckets_class(parallel)(model, parallel, mesh, grad_dtype, shard_comm)
     optimizer = Optimizer(buckets, CONFIG, PrecisionConfig(), RATES)
     norms = [train_step(model, buckets, optimizer, mesh).item() for _ in range(3)]
     buckets.wait_params()

@@ -21,13 +21,13 @@ TODAY = """
 checkpoint          2598          105            137      33      29      31
 commands            1110           45             82      30      11      21
 config              2377          113            138      10      44      49
-core                3178          131            195      48      14      48
+core                3178          131            194      48      14      47
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
 faults               890           44             42       2       4      15
 ops                 1758           93            152      86       2      24
-plan                1158           87             88      13       7      28
+plan                1154           87             88      13       7      27
 programs             770           20             46       1      16      10
 report              1481           71             70       7      12      16
 variants             146            2              2       0       0       0
@@ -45,7 +45,7 @@ mesh lr_schedule ops/ plan/
 comm launch
 param
 tp dp cp router fp8 recompute
-layers moe fp8_linear optim data/
+layers moe fp8_linear zero2 optim data/
 attention
 model
 pp

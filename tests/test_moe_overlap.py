@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.build import pick_variants
+from nanomegatron.build import buckets_class, pick_variants
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_dispatch
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
@@ -63,7 +62,7 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     size = config.moe_shared_expert_intermediate_size
     shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
     layer = MoELayer(config, 1, mesh, init, activation(config), shared)
-    pick_variants(layer)
+    pick_variants(layer, mesh.cp)
     if form is not None:
         form.install(layer)
     discard_activations(layer, config.recompute_modules)
@@ -80,7 +79,8 @@ def trained(mesh, config, form=OVERLAPPED, s=6, again=False, late=False, paralle
     """
     config = replace(config, sequence_parallel=mesh.tp.size > 1)
     layer = layer_of(mesh, config, form, dtype)
-    buckets = Buckets(layer, parallel or ParallelConfig(), mesh)
+    parallel = parallel or ParallelConfig()
+    buckets = buckets_class(parallel)(layer, parallel, mesh)
     buckets.zero(BATCH // mesh.dp_cp.size)
     layer.router.begin_step()
     deferred, found = WeightGradStore(), []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import buckets_class
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import (
@@ -158,7 +159,7 @@ def numbers(mesh: Mesh, strategy: str = "no_shard") -> tuple[float, int]:
     sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp)
     model = GPTModel(MODEL, **sizes)
     flags = ParallelConfig(data_parallel_sharding_strategy=strategy, ddp_bucket_size=1000)
-    grads = Buckets(model, flags, mesh)
+    grads = buckets_class(flags)(model, flags, mesh)
     optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[0.1]] * 3)
     tokens = torch.arange(5)[None]
     loss = model(Batch(tokens, torch.arange(5)), tokens).sum()

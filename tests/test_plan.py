@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import dp
+from nanomegatron import zero2
 from nanomegatron.batch import Batch
 from nanomegatron.build import Paths, install, quantize_layers
 from nanomegatron.config.model import TransformerConfig
@@ -64,7 +64,7 @@ def test_numbers_are_those_of_the_code_that_allocates():
     assert cross_entropy.CHUNK_TOKENS == plan_memory.LOSS_CHUNK
     assert FusedLossFunction.chunk == plan_fast.FUSED_LOSS_CHUNK
     assert ring.ROUND == plan_fast.RING_ROUND
-    assert dp.IN_FLIGHT == plan_gradients.REDUCTIONS
+    assert zero2.IN_FLIGHT == plan_gradients.REDUCTIONS
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
 
 
@@ -221,7 +221,7 @@ def test_states_are_shared_as_the_strategies_say():
     assert per_parameter() == 18
     assert per_parameter(use_distributed_optimizer=True) == 9
     both = dict(data_parallel_sharding_strategy="optim_grads")
-    buckets = (2 + dp.IN_FLIGHT) * dp.bucket_size(ParallelConfig(**both), 300)
+    buckets = (2 + zero2.IN_FLIGHT) * ParallelConfig(**both).bucket_size(300)
     for ranks, overlap, pool in (4, False, 128256 * 4096), (300, True, buckets):
         found = per_parameter(replicas=ranks, overlap_grad_reduce=overlap, **both)
         assert found == pytest.approx(2 + 16 / ranks + pool * 4 / 8030261248)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
@@ -113,7 +114,8 @@ RATES = [[0.02 / (n + 1) for n in range(9)]] * 3
 def built(mesh: Mesh, flags: dict, dtype=torch.float32, config=CONFIG, grad_dtype=torch.float32, model=None):
     """A network, a new one if not given, with its buckets and optimizer; flags: of ParallelConfig."""
     model = model or Toy(dtype=dtype)
-    buckets = Buckets(model, ParallelConfig(**flags), mesh, grad_dtype)
+    parallel = ParallelConfig(**flags)
+    buckets = buckets_class(parallel)(model, parallel, mesh, grad_dtype)
     return model, buckets, Optimizer(buckets, config, PrecisionConfig(), RATES)
 
 

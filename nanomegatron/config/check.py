@@ -219,5 +219,5 @@ def resolve_parallel(config: Config, dp: int) -> ParallelConfig:
     parallel, opt = with_virtual_stages(config), config.optimizer
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
     wanted = opt.optimizer_cpu_offload or in_16_bits or parallel.grad_reduce_in_bf16
-    bucket = parallel.bucket_size(dp) if wanted else parallel.ddp_bucket_size
+    bucket = parallel.finite_bucket_size(dp) if wanted else parallel.ddp_bucket_size
     return replace(parallel, data_parallel_size=dp, ddp_bucket_size=bucket)

@@ -1,6 +1,7 @@
 """How a run is laid out over its processes: the settings of every parallel dimension. See settings.py."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 from nanomegatron.config.model import ALL_TO_ALL, moe
@@ -135,8 +136,15 @@ class ParallelConfig:
         default = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or default
 
-    def bucket_size(self, ranks: int) -> int:
-        """Elements in a bucket over `ranks` ranks: as set, or enough to use the network's bandwidth."""
+    def bucket_size(self, ranks: int) -> float:
+        """Elements per bucket over `ranks` ranks; infinite if none are set and no flag gains from several."""
+        gains = [self.overlap_grad_reduce, self.overlap_param_gather, self.sharding == "optim_grads"]
+        if any(gains) or self.ddp_bucket_size:
+            return self.finite_bucket_size(ranks)
+        return math.inf
+
+    def finite_bucket_size(self, ranks: int) -> int:
+        """Elements per bucket over `ranks` ranks: as set, or enough to use the network's bandwidth."""
         return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
 
     @property

@@ -200,7 +200,7 @@ class Recorder(NoTracer):
 
     def _before_reduce(self, bucket: Bucket) -> None:
         for param, grad in zip(bucket.params, bucket.views(bucket.grads), strict=True):
-            kept = self.unreduced.get(param) if self.run.grads.pooled else None
+            kept = None if bucket.keeps_grads else self.unreduced.get(param)
             self.unreduced[param] = grad.clone() if kept is None else kept + grad
 
     def add_gradients(self) -> None:

@@ -17,7 +17,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters
 from nanomegatron.plan.layer import Sizes
 
-REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
+REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: zero2.IN_FLIGHT
 
 
 class ParamGroup(NamedTuple):
@@ -28,12 +28,8 @@ class ParamGroup(NamedTuple):
     fp8: int = 0  # of these, those in FP8
 
     def bucket(self, config: Config) -> int:
-        """Return the elements of its largest bucket, as dp.bucket_size has them."""
-        parallel = config.parallel
-        overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
-        if overlaps or parallel.ddp_bucket_size or parallel.sharding == "optim_grads":
-            return min(self.params, parallel.bucket_size(self.ranks))
-        return self.params
+        """Return the elements of its largest bucket."""
+        return min(self.params, config.parallel.bucket_size(self.ranks))
 
 
 def in_backward(

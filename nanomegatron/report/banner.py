@@ -95,7 +95,7 @@ def buckets_text(buckets: Buckets) -> str:
     if buckets.strategy != "no_shard":
         sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in buckets.all}
         experts = f" (of experts {sizes[True]})" if True in sizes else ""
-        what = "optimizer states" + " and gradients" * buckets.pooled
+        what = "optimizer states" + " and gradients" * (not buckets.bucket_class.keeps_grads)
         text.append(f"{what} cut over {sizes[False]} ranks{experts}")
     if len(buckets.all) > 1 and any(bucket.axis.size > 1 for bucket in buckets.all):
         text.append(f"{len(buckets.all)} buckets of up to {max(b.size for b in buckets.all):,} elements")

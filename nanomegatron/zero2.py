@@ -1,0 +1,80 @@
+"""ZeRO-2 (`optim_grads`): gradients, too, are kept as shards, and reduced after every microbatch.
+
+    first contribution to a bucket    allocates its gradients, once earlier microbatches are reduced
+    last contribution                 starts its reduce-scatter, which frees them; at most IN_FLIGHT hold any
+    reduced shard                     is added to `grad_shard`, an fp32 sum over the microbatches
+
+A rank keeps 2 + 16/d bytes a parameter (bf16, fp32 sums and states), not the 2 + 4 + 12/d of dp.py, and a few
+buckets in use. Gradients travel once per microbatch, not once per step. (arXiv 1910.02054)
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from nanomegatron.dp import Bucket, Buckets
+
+IN_FLIGHT = 2  # reductions in flight at most; each holds a bucket's gradients
+
+
+class Zero2Bucket(Bucket):
+    """A bucket whose gradients have memory only from `alloc_grads` to `free_grads`, in each microbatch."""
+
+    keeps_grads = False
+    buckets: "Zero2Buckets"
+
+    def init_grads(self) -> None:
+        """Allocate the sum of this rank's shard, and no gradients yet."""
+        self.grad_shard = torch.zeros(self.size // self.shards.size, device=self.device)
+        self.free_grads()
+
+    def alloc_grads(self) -> None:
+        """Allocate zeroed gradients, after those of earlier microbatches are reduced."""
+        self.buckets.finish_reductions(microbatches=self.done)
+        self.set_grads(torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device))
+
+    def free_grads(self) -> None:
+        """Free the gradients."""
+        self.grads = None
+        for param in self.params:
+            param.main_grad = None
+
+    def start_step(self, microbatches: int) -> None:
+        """Reset the counts and the sum, for a step of `microbatches`; all contributions are added."""
+        super().start_step(microbatches)
+        self.stale.clear()
+        self.grad_shard.zero_()
+
+    def ready(self, param: nn.Parameter) -> None:
+        """Count a contribution that has been written. Raises RuntimeError for one too many.
+
+        If it was written before the gradients were last freed (by the fused loss), allocates them again.
+        """
+        if self.grads is None:
+            self.alloc_grads()
+        super().ready(param)
+
+
+class Zero2Buckets(Buckets):
+    """`Buckets` that reduce-scatter every microbatch's gradients over dp x cp or edp, and add the shards up.
+
+    With --overlap-grad-reduce up to `IN_FLIGHT` reductions run beside the backward.
+    """
+
+    bucket_class = Zero2Bucket
+
+    def on_full(self, bucket: Bucket, last: bool) -> None:
+        """Called when a bucket has all contributions of a microbatch: start its reduction, free it."""
+        self.in_flight.append((bucket, bucket.start_reduce(self.op)))
+        bucket.free_grads()
+        self.finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
+
+    def start_reductions(self) -> None:
+        """Nothing: each bucket's has started when it was full."""
+
+    def finish_reductions(self, left: int = 0, microbatches: float = math.inf) -> None:
+        """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
+        while len(self.in_flight) > left and self.in_flight[0][0].done <= microbatches:
+            bucket, pending = self.in_flight.pop(0)
+            bucket.grad_shard.add_(pending.wait(), alpha=bucket.share)
