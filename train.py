@@ -35,7 +35,7 @@ if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not No
 import torch
 
 from nanomegatron import comm
-from nanomegatron.build import build, build_executor, build_optimizer, install, paths_for
+from nanomegatron.build import build, build_executor, build_optimizer, install, paths_for, pick_schedules
 from nanomegatron.checkpoint.resume import load_checkpoint, new_saver, save_if_due, save_last
 from nanomegatron.checkpoint.source import check_tokenizer, data_samples, with_saved_schedule
 from nanomegatron.config.batch import samples_before
@@ -271,7 +271,9 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     grads = optimizer = reporter = health = None
     if not config.run.eval_only:
-        grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
+        grads, optimizer = build_optimizer(
+            model, config, mesh, step_values(config, before, pick_schedules), paths
+        )
         reporter = Reporter(config, mesh, log, model, grads)
         health = Health(config.faults, mesh, log, optimizer, Streak(config, mesh, log))
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)

@@ -43,6 +43,7 @@ import train
 from benchmarks import report
 from benchmarks.peers_gpt2 import KINDS
 from nanomegatron.batch import Batch
+from nanomegatron.build import pick_schedules
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
@@ -119,7 +120,7 @@ class PeerSide:
 
     def follow(self, config: Config) -> None:
         """Take the schedule of another configuration."""
-        self.data, self.rates = config.data, step_values(config, samples_before(config, 1))[0]
+        self.data, self.rates = config.data, step_values(config, samples_before(config, 1), pick_schedules)[0]
 
     def batches(self, loader: BatchLoader, first: int, count: int) -> list[torch.Tensor]:
         return [rows_of(loader.get(first + i)) for i in range(0, count, self.data.micro_batch_size)]

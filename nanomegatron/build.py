@@ -12,7 +12,7 @@ Without either, fast paths run on GPUs, and on CPUs those that have a flag of th
 A variant computes another result, which a flag of the model or the data asks for.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +46,7 @@ from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Scales, recipe_of
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
+from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.moe import GroupedExperts, MoELayer
@@ -58,14 +59,18 @@ from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 from nanomegatron.variants.cp_documents import shard_documents
 from nanomegatron.variants.cp_hierarchy import TwoLevels
 from nanomegatron.variants.cp_windows import windowed_attention
+from nanomegatron.variants.decoupled_lr import decoupled
+from nanomegatron.variants.lr_styles import InverseSquareRoot, WarmupStableDecay
 from nanomegatron.variants.router_capacity import drop
 from nanomegatron.variants.router_forced_balance import random_logits
 from nanomegatron.variants.router_groups import best_of_groups
 from nanomegatron.variants.router_jitter import jittered_logits
 from nanomegatron.variants.router_losses import add_global_counts, global_aux_loss, seq_aux_loss
 from nanomegatron.variants.router_sinkhorn import sinkhorn_routing
+from nanomegatron.variants.weight_decay import decay_by_values, weight_decay_at
 from nanomegatron.zero2 import Zero2Buckets
 
+LR_STYLES = {"inverse-square-root": InverseSquareRoot, "WSD": WarmupStableDecay}  # others: Schedule
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
 
@@ -272,7 +277,27 @@ def build_optimizer(
     if config.optimizer.optimizer_cpu_offload:
         state = host_state(buckets, config.optimizer, state)
     updates = CastUpdates(state) if casts else ShardUpdates(state)
-    return buckets, Optimizer(buckets, config.optimizer, config.precision, values, updates)
+    optimizer = Optimizer(buckets, config.optimizer, config.precision, values, updates)
+    if config.optimizer.weight_decay_incr_style != "constant":
+        for shard in optimizer.shards:
+            decay_by_values(shard)
+    return buckets, optimizer
+
+
+def build_schedule(config: Config, samples_before: Sequence[int]) -> Schedule:
+    """Return the schedule of the learning rate. samples_before: as in `lr_schedule.schedules`."""
+    return LR_STYLES.get(config.optimizer.lr_decay_style, Schedule).from_config(config, samples_before)
+
+
+def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
+    """Return what `lr_schedule.schedules` does, for all settings."""
+    optimizer = config.optimizer
+    schedule = vocabulary = build_schedule(config, samples_before)
+    if optimizer.decoupled_lr is not None:
+        vocabulary = decoupled(schedule, optimizer)
+    if optimizer.weight_decay_incr_style != "constant":
+        return [schedule.at, vocabulary.at, partial(weight_decay_at, config, samples_before)]
+    return [schedule.at, vocabulary.at, lambda samples: optimizer.weight_decay]
 
 
 def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:

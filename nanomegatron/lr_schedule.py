@@ -1,19 +1,22 @@
-"""Values that change from step to step: learning rates, weight decay, and the loss scale of fp16.
+"""Values that change from step to step: the learning rate, and the loss scale of fp16.
 
     samples before a step   0 ... warmup ... decay        learning rate: up from `warmup_init`, then down
 
-The schedules count samples, as Megatron's do: a step's learning rate follows from the samples before it. A
+The schedule counts samples, as Megatron's does: a step's learning rate follows from the samples before it. A
 length in iterations is that of the samples of these iterations, also while batches still grow, where Megatron
-takes lengths in samples only.
+takes lengths in samples only. Other shapes, and a weight decay that changes, are in variants/.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from nanomegatron.config.settings import Config, OptimizerConfig, PrecisionConfig
+from nanomegatron.config.settings import Config, PrecisionConfig
+
+STYLES = ("constant", "linear", "cosine")  # of --lr-decay-style
+Schedules = list[Callable[[int], float]]
 
 
 @dataclass(frozen=True)
@@ -26,32 +29,18 @@ class Schedule:
     warmup_init: float
     warmup: float  # with --lr-warmup-fraction perhaps no whole number
     decay: int
-    wsd_style: str = "exponential"
-    wsd_decay: int = 0
 
-    @staticmethod
-    def from_config(config: OptimizerConfig, length: int, samples_before: Sequence[int]) -> "Schedule":
-        """The schedule of a run of `length` samples; samples_before: each iteration, and after the last."""
-
-        def samples(iterations: int) -> int:
-            beyond = iterations - (len(samples_before) - 1)
-            if beyond <= 0:
-                return samples_before[iterations]
-            full_batch = samples_before[-1] - samples_before[-2]
-            return samples_before[-1] + beyond * full_batch
-
-        decay = config.lr_decay_samples or length
-        wsd = config.lr_wsd_decay_samples or 0
-        if config.lr_decay_iters:
-            decay = samples(config.lr_decay_iters)
-        if config.lr_wsd_decay_iters:
-            end = config.lr_decay_iters or len(samples_before) - 1
-            wsd = decay - samples(end - config.lr_wsd_decay_iters)
-        warmup = config.lr_warmup_samples or samples(config.lr_warmup_iters)
-        if config.lr_warmup_fraction is not None:
-            warmup = config.lr_warmup_fraction * decay
-        shape = (config.lr_decay_style, config.lr, config.min_lr, config.lr_warmup_init)
-        return Schedule(*shape, warmup, decay, config.lr_wsd_decay_style, wsd)
+    @classmethod
+    def from_config(cls, config: Config, samples_before: Sequence[int]) -> "Schedule":
+        """The schedule of a run; samples_before: before each iteration, and after the last."""
+        opt = config.optimizer
+        decay = opt.lr_decay_samples or config.run.train_samples or samples_before[-1]
+        if opt.lr_decay_iters:
+            decay = samples_of(opt.lr_decay_iters, samples_before)
+        warmup = opt.lr_warmup_samples or samples_of(opt.lr_warmup_iters, samples_before)
+        if opt.lr_warmup_fraction is not None:
+            warmup = opt.lr_warmup_fraction * decay
+        return cls(opt.lr_decay_style, opt.lr, opt.min_lr, opt.lr_warmup_init, warmup, decay)
 
     def at(self, samples: int) -> float:
         """Learning rate of the step that follows `samples` samples."""
@@ -61,53 +50,50 @@ class Schedule:
             return self.lr
         if samples > self.decay:
             return self.min_lr
-        if self.style == "inverse-square-root":
-            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
-        return self.min_lr + self._remaining(samples) * (self.lr - self.min_lr)
+        return self.after_warmup(samples)
 
-    def _remaining(self, samples: int) -> float:
-        """The learning rate as a fraction of the way from min_lr (0) to lr (1, right after the warm-up)."""
+    def after_warmup(self, samples: int) -> float:
+        """Learning rate between warm-up and end of the decay: along a line, or half a cosine."""
         ratio = (samples - self.warmup) / (self.decay - self.warmup)
-        if self.style == "linear":
-            return 1.0 - ratio
-        if self.style == "cosine":
-            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        start = self.decay - self.wsd_decay  # WSD: flat until its last part
-        if samples <= start:
-            return 1.0
-        ratio = (samples - start) / self.wsd_decay
-        return {
-            "linear": 1.0 - ratio,
-            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
-            "exponential": 2.0 * 0.5**ratio - 1.0,
-            "minus_sqrt": 1.0 - math.sqrt(ratio),
-        }[self.wsd_style]
+        remaining = {"linear": 1.0 - ratio, "cosine": cosine(ratio)}[self.style]
+        return self.min_lr + remaining * (self.lr - self.min_lr)
 
 
-def weight_decay_at(config: OptimizerConfig, samples: int, length: int) -> float:
-    """Weight decay of the step that follows `samples` of the run's `length` samples."""
-    if config.weight_decay_incr_style == "constant":
-        return config.weight_decay
-    share = min(samples / length, 1.0)
-    if config.weight_decay_incr_style == "cosine":
-        share = 0.5 * (math.cos(math.pi * (1 - share)) + 1.0)
-    return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
+def samples_of(iterations: int, samples_before: Sequence[int]) -> int:
+    """Samples of the first `iterations`; those beyond the last in `samples_before` have full batches."""
+    beyond = iterations - (len(samples_before) - 1)
+    if beyond <= 0:
+        return samples_before[iterations]
+    full_batch = samples_before[-1] - samples_before[-2]
+    return samples_before[-1] + beyond * full_batch
 
 
-def schedules(config: Config, samples_before: list[int]) -> list[Callable[[int], float]]:
+def cosine(share: float) -> float:
+    """Half a cosine: from 1 at 0 to 0 at 1."""
+    return 0.5 * (math.cos(math.pi * share) + 1.0)
+
+
+def schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
 
-    samples_before: the samples before each step of the run, and after its last one.
+    samples_before: the samples before each step of the run, and after its last one. Here both rates are the
+    same and the decay is constant. Raises ValueError where `build.pick_schedules` has to pick others.
     """
-    optimizer, length = config.optimizer, config.run.train_samples or samples_before[-1]
-    schedule = vocabulary = Schedule.from_config(optimizer, length, samples_before)
-    if optimizer.decoupled_lr is not None:
-        low = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
-        vocabulary = replace(schedule, lr=optimizer.decoupled_lr, min_lr=low)
-    return [schedule.at, vocabulary.at, lambda samples: weight_decay_at(optimizer, samples, length)]
+    opt = config.optimizer
+    if (opt.decoupled_lr, opt.weight_decay_incr_style) != (
+        None,
+        "constant",
+    ) or opt.lr_decay_style not in STYLES:
+        raise ValueError("these settings have schedules of variants/: give step_values build.pick_schedules")
+    schedule = Schedule.from_config(config, samples_before)
+    return [schedule.at, schedule.at, lambda samples: opt.weight_decay]
 
 
-def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
+def step_values(
+    config: Config,
+    samples_before: Sequence[int],
+    schedules: Callable[[Config, Sequence[int]], Schedules] = schedules,
+) -> list[list[float]]:
     """Return the values of `schedules` for each step, and for one step more."""
     return [[at(samples) for samples in samples_before] for at in schedules(config, samples_before)]
 

@@ -95,9 +95,6 @@ class ShardState:
             parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
             main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
             lr, decay = values[kind & DECOUPLED], config.weight_decay if kind & DECAY else 0.0
-            if kind & DECAY and config.weight_decay_incr_style != "constant":
-                decay = 0.0  # torch's update takes a number of the host only
-                torch._foreach_mul_(main, 1.0 - lr * values[2] * (1.0 - skip))
             adamw_(main, g, (m, v), step, lr, (*self.betas_eps, decay), grad_scale, skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
             if kept.dtype != torch.float32:

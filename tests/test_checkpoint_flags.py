@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train
+from nanomegatron.build import pick_schedules
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
@@ -173,7 +174,7 @@ def test_whose_schedule(flags, kept, sources, tmp_path):
 
 def rates_of(run) -> list[float]:
     """The learning rate of each step, as the optimizer has it."""
-    return step_values(run.config, run.samples_before)[0]
+    return step_values(run.config, run.samples_before, pick_schedules)[0]
 
 
 def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: str, folder: str) -> dict:

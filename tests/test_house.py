@@ -18,10 +18,10 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2598          105            137      33      29      31
+checkpoint          2598          105            137      33      29      30
 commands            1110           45             82      30      11      21
 config              2377          113            138      10      44      49
-core                3178          131            194      48      14      47
+core                3178          130            193      47      14      45
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
@@ -30,7 +30,7 @@ ops                 1758           93            152      86       2      24
 plan                1154           87             88      13       7      27
 programs             770           20             46       1      16      10
 report              1481           71             70       7      12      16
-variants             146            2              2       0       0       0
+variants             186            2              3       0       0       2
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -10,14 +10,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import LR_STYLES
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
+from nanomegatron.config.settings import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.lr_schedule import LossScaler, Schedule
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.variants.lr_styles import WarmupStableDecay
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
 
@@ -35,7 +37,7 @@ def test_schedule_goldens():
     expected = [1e-3, 0.000970148, 0.000884192, 0.0007525, 0.000590956]
     expected += [0.000419044, 0.0002575, 0.000125808, 3.9852e-05, 1e-5]
     assert [cosine.at(n) for n in steps] == pytest.approx(expected, abs=5e-10)
-    wsd = Schedule("WSD", 1e-3, 1e-5, 0.0, 10, 100, "minus_sqrt", 20)
+    wsd = WarmupStableDecay("WSD", 1e-3, 1e-5, 0.0, 10, 100, "minus_sqrt", 20)
     assert [wsd.at(n) for n in steps] == pytest.approx([1e-3] * 8 + [0.000299964, 1e-5], abs=5e-10)
 
 
@@ -47,7 +49,8 @@ def test_schedule_is_megatrons(style, wsd_style):
     theirs = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     lengths = (0, 1, 10, 10.6), (11, 40), (0, 7, 40)
     for warmup, decay, wsd, init, least in itertools.product(*lengths, (0.0, 1e-4), (1e-5, 7e-4)):
-        ours = Schedule(style, 1e-3, least, init, warmup, decay, wsd_style, wsd)
+        lengths = (warmup, decay, wsd_style, wsd) if style == "WSD" else (warmup, decay)
+        ours = LR_STYLES.get(style, Schedule)(style, 1e-3, least, init, *lengths)
         optimizer = SimpleNamespace(param_groups=[])
         rates, no_decay = (init, 1e-3, least, warmup, decay, style), (0.0, 0.0, 1, "constant")
         other = theirs(optimizer, *rates, *no_decay, True, False, wsd, wsd_style)
@@ -61,7 +64,7 @@ def test_schedule_lengths_are_counted_in_samples():
     table = [*range(0, 808, 8)]
 
     def of(**settings):
-        found = Schedule.from_config(OptimizerConfig(**settings), length=800, samples_before=table)
+        found = WarmupStableDecay.from_config(Config(optimizer=OptimizerConfig(**settings)), table)
         return found.warmup, found.decay, found.wsd_decay
 
     assert of() == (0, 800, 0)

@@ -1,13 +1,14 @@
 """What changes from step to step, against Megatron's scheduler and torch's AdamW; the logged norms."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import buckets_class
+from nanomegatron.build import buckets_class, pick_schedules
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import (
@@ -24,6 +25,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.variants.weight_decay import decay_by_values
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
 
@@ -51,7 +53,7 @@ def test_values_are_megatrons(case, style):
     more = dict(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style) | settings | more
     opt = OptimizerConfig(**more)
     table = samples_before(Config(data=data, run=run), 1)
-    values = step_values(Config(optimizer=opt, data=data, run=run), table)
+    values = step_values(Config(optimizer=opt, data=data, run=run), table, pick_schedules)
 
     warmup, decay, length = (3, 290, 300) if unit == "samples" else (12, 328, 408)
     groups: list[dict] = [{}, {}]
@@ -88,11 +90,28 @@ def test_iterations_of_growing_batches(data, style, wsd):
     ramp = dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5)
     opt = OptimizerConfig(lr=1e-3, min_lr=1e-5, **lengths, **ramp)
     config = Config(optimizer=opt, data=data, run=RunConfig(train_iters=34))
-    rates, _, decays = step_values(config, samples_before(config, 1))
+    rates, _, decays = step_values(config, samples_before(config, 1), pick_schedules)
     assert len(rates) == 35 and rates.index(max(rates)) == 5
     assert rates[5] == 1e-3 and rates[-1] == pytest.approx(1e-5)
     assert decays[0] == 0.0 and decays[-1] == 0.5
     assert rates.count(1e-3) == (27 if wsd else 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(lr_decay_style="WSD"),
+        dict(lr_decay_style="inverse-square-root"),
+        dict(decoupled_lr=1e-3),
+        dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5),
+    ],
+)
+def test_values_of_the_core_are_those_of_build_or_refused(settings):
+    """A loop that does not ask build: no setting is dropped without a word."""
+    config = Config(run=RunConfig(train_iters=4))
+    assert step_values(config, range(5)) == step_values(config, range(5), pick_schedules)
+    with pytest.raises(ValueError, match="build.pick_schedules"):
+        step_values(replace(config, optimizer=OptimizerConfig(**settings)), range(5))
 
 
 def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.float32):
@@ -102,7 +121,11 @@ def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.f
         spec = ParamSpec((replica(name, shape, Axis.single()),), shape, decay=len(shape) > 1)
         params.append(new_parameter(spec, Init(dtype=dtype), 1.0))
     buckets = Buckets(torch.nn.ParameterList(params), ParallelConfig(), ALONE)
-    return params, Optimizer(buckets, config, PrecisionConfig(), values)
+    optimizer = Optimizer(buckets, config, PrecisionConfig(), values)
+    if config.weight_decay_incr_style != "constant":
+        for shard in optimizer.shards:
+            decay_by_values(shard)
+    return params, optimizer
 
 
 @pytest.mark.parametrize("style", ["constant", "linear"])

@@ -34,7 +34,7 @@ def loss_run(folder: Path) -> None:
     config = parse(["--config", "tiny-cpu"]).config
     losses, batch = results["lm_loss"], config.data.global_batch_size
     before = [batch * i for i in range(len(losses) + 1)]
-    rates = Schedule.from_config(config.optimizer, before[-1], before)
+    rates = Schedule.from_config(config, before)
     write_lines(
         folder / "metrics.jsonl",
         (dict(iteration=i + 1, lm_loss=loss, lr=rates.at(i * batch)) for i, loss in enumerate(losses)),

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from nanomegatron.build import build_schedule, pick_schedules
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.settings import Config
-from nanomegatron.lr_schedule import Schedule, weight_decay_at
 
 PREFIXES = {"model": "", "main": "optimizer.state.param."}
 PREFIXES |= {kind: f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
@@ -42,15 +42,15 @@ def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
 def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
     """Return what common.pt has of an optimizer. state: what a checkpoint of ours says."""
     optimizer, table = config.optimizer, samples_before(config, 1)
-    length = config.run.train_samples or table[-1]
-    schedule = Schedule.from_config(optimizer, length, table)
+    schedule = build_schedule(config, table)
+    rate_at, _, decay_at = pick_schedules(config, table)
     steps = state["optimizer"]["good_steps"]
     samples = table[min(steps, len(table) - 1)]
     rates = {"max_lr": schedule.lr, "min_lr": schedule.min_lr}
-    decay = weight_decay_at(optimizer, samples, length)
+    decay = decay_at(samples)
     betas = (optimizer.adam_beta1, optimizer.adam_beta2)
     alike = MARKS | rates | {"betas": betas, "eps": optimizer.adam_eps, "step": steps}
-    alike["lr"] = schedule.at(samples)
+    alike["lr"] = rate_at(samples)
     groups = [
         alike | {"wd_mult": share, "weight_decay": share * decay, "is_expert_parallel": expert}
         for expert in (False, True)
@@ -72,7 +72,7 @@ def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         "start_wd": optimizer.weight_decay if constant else optimizer.start_weight_decay,
         "end_wd": optimizer.weight_decay if constant else optimizer.end_weight_decay,
         "wd_incr_style": optimizer.weight_decay_incr_style,
-        "wd_incr_steps": length,
+        "wd_incr_steps": config.run.train_samples or table[-1],
     }
     form = {0: form, 1: copy.deepcopy(form)} if apart else form
     return {"optimizer": form, "opt_param_scheduler": scheduler, "content_metadata": FORM}

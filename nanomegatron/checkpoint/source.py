@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from nanomegatron.build import pick_schedules
 from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.batch import batch_size_at, samples_before
@@ -22,7 +23,6 @@ from nanomegatron.config.rules import flag
 from nanomegatron.config.settings import Config
 from nanomegatron.data.identity import trained_on
 from nanomegatron.data.tokenizer import Tokenizer
-from nanomegatron.lr_schedule import schedules
 from nanomegatron.mesh import Mesh
 
 # Settings on which the order of the data depends, besides the numbers of samples. The SOURCES say which data
@@ -172,8 +172,8 @@ def value_changes(saved: str, config: Config, table: list[int], iteration: int, 
     ):
         return []
     samples = table[min(good_steps, iteration)]
-    old = [at(samples) for at in schedules(before, samples_before(before, 1))]
-    new = [at(samples) for at in schedules(config, table)]
+    old = [at(samples) for at in pick_schedules(before, samples_before(before, 1))]
+    new = [at(samples) for at in pick_schedules(config, table)]
     of_all, of_vocabulary, decay = zip(old, new, strict=True)
     sizes = (batch_size_at(before.data, table[iteration]), table[iteration + 1] - table[iteration])
     pairs = {"learning rate": of_all, "weight decay": decay, "global batch size": sizes}

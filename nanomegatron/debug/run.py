@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanomegatron import comm
-from nanomegatron.build import build, build_optimizer, install, paths_for
+from nanomegatron.build import build, build_optimizer, install, paths_for, pick_schedules
 from nanomegatron.checkpoint.hf import load_weights
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
@@ -80,7 +80,9 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
         load_weights(config.checkpoint.load, model.parameters(), config.model, vocab_size)
     perturb(model, seed)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
-    grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
+    grads, optimizer = build_optimizer(
+        model, config, mesh, step_values(config, before, pick_schedules), paths
+    )
     return Run(
         config,
         mesh,
