@@ -19,11 +19,12 @@ from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
+from nanomegatron.megatron_api import forward_backward
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, forward_backward
+from nanomegatron.pp import Stages
 
 ITERATIONS, LENGTH, BATCH = 5, 64, 8  # BATCH: samples of an iteration, all ranks
 

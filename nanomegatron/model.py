@@ -24,7 +24,6 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,6 @@ from torch import nn
 from nanomegatron.attention import Cache, SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.comm import own_slice
-from nanomegatron.config.keywords import check_keywords
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.layers import MLP, BranchDropout, Embedding, Norm, OutputLayer
@@ -134,7 +132,6 @@ class GPTModel(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        transformer_layer_spec: None = None,
         *,
         vocab_size: int,
         max_sequence_length: int,
@@ -142,17 +139,9 @@ class GPTModel(nn.Module):
         tp: Axis | None = None,
         init: Init = Init(),  # noqa: B008 (frozen)
         stage: Stage = Stage(),
-        **megatron: Any,
     ) -> None:
-        """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp.
-
-        Other keywords of Megatron's GPTModel are accepted if they change nothing. Otherwise a TypeError says
-        what to use instead; also for a layer spec.
-        """
+        """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp."""
         super().__init__()
-        if transformer_layer_spec is not None:
-            megatron["transformer_layer_spec"] = transformer_layer_spec
-        check_keywords("GPTModel", (), megatron)
         self.config, self.vocab_size = config, vocab_size
         self.tp = tp = tp or stage.mesh.tp
         self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)

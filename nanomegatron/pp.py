@@ -22,7 +22,7 @@ those of tied embeddings, whose two uses are added in another order.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -272,41 +272,3 @@ def warm_up(
         chunk = stages[op.chunk]
         at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
         runner.run(op, None if at_end else zeros())
-
-
-def forward_backward(
-    *,
-    forward_step_func: Callable[[Iterator, GPTModel], tuple[torch.Tensor, Callable]],
-    data_iterator: Iterator | list[Iterator] | None,
-    model: Stages,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    forward_only: bool = False,
-) -> list[Any]:
-    """The function that Megatron's `get_forward_backward_func()` returns, for forward steps written for that.
-
-    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
-    (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
-    tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, before cp shards them. Gradients are added to `dp.Buckets`: call this between
-    their `zero` and `grad_sync`; without buckets they are added to `.grad`. Returns the report of each
-    microbatch on the rank of the last stage, an empty list on others.
-    """
-    several = isinstance(data_iterator, list | tuple)
-    if len(model) > 1 and not several and data_iterator is not None:
-        raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
-    iterators = dict(zip(model, data_iterator if several else [data_iterator] * len(model)))
-    reports = []
-
-    def step(chunk: GPTModel, _: int) -> torch.Tensor:
-        output, loss_func = forward_step_func(iterators[chunk], chunk)
-        if not chunk.post_process:
-            return output
-        loss, *tokens, report = loss_func(output)
-        reports.append(report)
-        return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
-
-    shape = model.shape(seq_length // model.cp.size, micro_batch_size)
-    execute(model, step, num_microbatches, shape, forward_only)
-    return reports

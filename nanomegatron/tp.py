@@ -42,17 +42,14 @@ from nanomegatron.comm import (
     Pending,
     all_gather,
     all_reduce_,
-    gather_from,
     own_slice,
     reduce_from,
     reduce_scatter,
     scatter_seq,
-    scatter_to,
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
 )
-from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import bias_grad
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
@@ -141,16 +138,15 @@ def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
     return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
 
 
-@with_megatron_keywords
 class ColumnParallelLinear(nn.Module):
-    """Output features sharded over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]` or `[s, b, o]`
+    """Output features sharded over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]`
 
     `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
     16}): each part is sharded separately, so a rank's output is [q; k; v] of its own heads. A size (16, 2) is
     sharded over tp/2 groups of 2 neighbouring ranks, which hold the same slice. With `sequence_parallel` x
-    is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank; `skip_bias_add`
-    returns (y, bias) instead of their sum. linear: the function (x, weight, axis, comm, bias) -> y, with the
-    communication of `LinearFunction`; fp8: its `fp8.Fp8Linear`, if any. `fp8_linear.use_fp8` sets both.
+    is `[s/tp, b, i]` and gathered; `skip_bias_add` returns (y, bias) instead of their sum. linear: the
+    function (x, weight, axis, comm, bias) -> y, with the communication of `LinearFunction`; fp8: its
+    `fp8.Fp8Linear`, if any. `fp8_linear.use_fp8` sets both.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
@@ -163,17 +159,14 @@ class ColumnParallelLinear(nn.Module):
         tp: Axis,
         init: Init = Init(name="linear"),  # noqa: B008 (frozen)
         bias: bool = True,
-        gather_output: bool = False,
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.skip_bias_add = skip_bias_add
         sizes = output_size if isinstance(output_size, dict) else {"": output_size}
         self.sizes = {part: size if isinstance(size, tuple) else (size, 1) for part, size in sizes.items()}
-        if gather_output and len(sizes) > 1:
-            raise ValueError(f"{init.name}: gather_output would mix the parts {', '.join(sizes)}")
         for part, (size, copies) in self.sizes.items():
             if size * copies % tp.size or tp.size % copies:
                 of = f"{size} output features" + f", {copies} ranks each," * (copies > 1)
@@ -195,20 +188,16 @@ class ColumnParallelLinear(nn.Module):
         return "gather" if self.sequence_parallel and self.training else "copy"
 
     def forward(self, x: torch.Tensor) -> Output:
-        bias, skips = self.bias, self.skip_bias_add
-        y = self.linear(x, self.weight, self.tp, self.comm, None if skips else bias)
-        if self.gather_output:
-            y = gather_from(y, self.tp)
-            bias = gather_from(bias, self.tp) if skips and bias is not None else None
-        return (y, bias) if skips else y
+        if self.skip_bias_add:
+            return self.linear(x, self.weight, self.tp, self.comm), self.bias
+        return self.linear(x, self.weight, self.tp, self.comm, self.bias)
 
 
-@with_megatron_keywords
 class RowParallelLinear(nn.Module):
-    """Input features sharded over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`, `[o]`
-    With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
-    all ranks. The bias is replicated and added after the reduction, or with `skip_bias_add` returned as
-    (y, bias). linear, fp8: as in ColumnParallelLinear.
+    """Input features sharded over tp. x `[s, b, i/tp]` -> `[s, b, o]` or `[s/tp, b, o]`
+
+    With `sequence_parallel` y is `[s/tp, b, o]`. The bias is replicated and added after the reduction.
+    linear, fp8: as in ColumnParallelLinear.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
@@ -221,13 +210,10 @@ class RowParallelLinear(nn.Module):
         tp: Axis,
         init: Init = Init(name="linear"),  # noqa: B008 (frozen)
         bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         if input_size % tp.size:
             raise ValueError(f"{init.name}: {input_size} input features must be a multiple of tp {tp.size}")
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
@@ -242,11 +228,7 @@ class RowParallelLinear(nn.Module):
         """The communication of this layer, as in the table of `LinearFunction`: "sum" or "scatter"."""
         return "scatter" if self.sequence_parallel and self.training else "sum"
 
-    def forward(self, x: torch.Tensor) -> Output:
-        if not self.input_is_parallel:
-            x = scatter_to(x, self.tp)
-        if self.skip_bias_add:
-            return self.linear(x, self.weight, self.tp, self.comm), self.bias
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x, self.weight, self.tp, self.comm, self.bias)
 
 

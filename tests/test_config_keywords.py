@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 
-from nanomegatron import tp
+from nanomegatron import megatron_api
 from nanomegatron.batch import Batch
 from nanomegatron.config.keywords import megatron_keywords
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
+from nanomegatron.megatron_api import GPTModel
 from nanomegatron.mesh import Mesh
-from nanomegatron.model import GPTModel
 
 LINEARS = ("ColumnParallelLinear", "RowParallelLinear")
 SHAPE = dict(num_layers=2, hidden_size=12, num_attention_heads=4)
@@ -138,7 +138,7 @@ def test_the_tables_are_megatrons_keywords_and_none_of_ours():
 
     for name in LINEARS:
         theirs = inspect.signature(getattr(tensor_parallel, name)).parameters
-        ours = inspect.signature(getattr(tp, name)).parameters
+        ours = inspect.signature(getattr(megatron_api, name)).parameters
         assert theirs.keys() - ours.keys() == megatron_keywords()[name].keys()
     config, model = (set(inspect.signature(of).parameters) for of in (TheirConfig, TheirModel))
     known = megatron_keywords()
@@ -149,7 +149,7 @@ def test_the_tables_are_megatrons_keywords_and_none_of_ours():
 
 @pytest.mark.parametrize("name", LINEARS)
 def test_a_linear_layer_with_megatrons_arguments(name):
-    layer, axis = getattr(tp, name), Mesh().tp
+    layer, axis = getattr(megatron_api, name), Mesh().tp
     how = {"gather_output": False} if name[0] == "C" else {"input_is_parallel": True}
     theirs = dict(config=TransformerConfig(**SHAPE), init_method=torch.nn.init.zeros_, bias=True, **how)
     words = rf"{name}\(config=.*: use tp=mesh.tp.*; init_method=.*: use init=Init\(std=...\), a normal"
@@ -164,14 +164,17 @@ def test_a_linear_layer_with_megatrons_arguments(name):
     "statement, ours",
     [
         ("from nanomegatron import parallel_state", "nanomegatron.mesh.Mesh"),
-        ("from nanomegatron import get_forward_backward_func", "nanomegatron.pp.forward_backward"),
+        ("from nanomegatron import get_forward_backward_func", "nanomegatron.megatron_api.forward_backward"),
         ("from nanomegatron.core import parallel_state, dist_checkpointing", "nanomegatron.mesh.Mesh"),
         (
             "from nanomegatron.core.pipeline_parallel.schedules import get_forward_backward_func",
-            "nanomegatron.pp.forward_backward",
+            "nanomegatron.megatron_api.forward_backward",
         ),
-        ("from nanomegatron.core.tensor_parallel import ColumnParallelLinear", "nanomegatron.tp.Column"),
-        ("import nanomegatron.core.models.gpt", "nanomegatron.model.GPTModel"),
+        (
+            "from nanomegatron.core.tensor_parallel import ColumnParallelLinear",
+            "nanomegatron.megatron_api.Column",
+        ),
+        ("import nanomegatron.core.models.gpt", "nanomegatron.megatron_api.GPTModel"),
     ],
 )
 def test_an_import_of_megatrons_names_ours(statement, ours):

@@ -43,7 +43,8 @@ def methods_of(sources: list[Source]) -> Iterator[str]:
 
 
 def test_no_public_name_is_defined_twice():
-    none(defined_twice(PACKAGE))
+    """But by the shim, whose names are Megatron's."""
+    none(defined_twice([source for source in PACKAGE if source.module != "megatron_api"]))
 
 
 def test_of_is_the_slice_of_a_tensor():

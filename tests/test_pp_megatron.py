@@ -1,4 +1,4 @@
-"""pp.forward_backward, with forward steps as they are written for Megatron's get_forward_backward_func()."""
+"""megatron_api.forward_backward, with forward steps as those for Megatron's get_forward_backward_func()."""
 
 from dataclasses import replace
 
@@ -8,9 +8,10 @@ import torch
 
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.cp import shard_batch
+from nanomegatron.megatron_api import forward_backward
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, forward_backward
+from nanomegatron.pp import Stages
 from tests.spmd import run_spmd
 from tests.test_pp import (
     LAYOUTS,

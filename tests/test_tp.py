@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from nanomegatron import megatron_api
 from nanomegatron.comm import all_gather, all_reduce, own_slice
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.discard_output import discarding_mlp
@@ -70,7 +72,9 @@ def mlp(mesh, how):
     cut, overlap = "sequence" in how, "overlap" in how
     tp = mesh.tp
     fc1 = ColumnParallelLinear(6, 16, tp, INIT.at("fc1"), sequence_parallel=cut)
-    fc2 = RowParallelLinear(16, 6, tp, INIT.at("fc2"), sequence_parallel=cut, skip_bias_add="apart" in how)
+    apart = partial(megatron_api.RowParallelLinear, skip_bias_add=True)
+    kind = apart if "apart" in how else RowParallelLinear
+    fc2 = kind(16, 6, tp, INIT.at("fc2"), sequence_parallel=cut)
     if overlap:
         fc1.linear = fc2.linear = OverlappedLinear(None)
     whole = fill(fc1, fc2)
@@ -105,13 +109,18 @@ def test_mlp(how, size):
 
 def whole_in_and_out(mesh):
     """gather_output and input_is_parallel=False: each layer alone is a dense one on every rank."""
-    column = ColumnParallelLinear(6, 16, mesh.tp, INIT.at("column"), gather_output=True)
-    row = RowParallelLinear(16, 6, mesh.tp, INIT.at("row"), input_is_parallel=False)
+    column = megatron_api.ColumnParallelLinear(6, 16, mesh.tp, INIT.at("column"), gather_output=True)
+    row = megatron_api.RowParallelLinear(16, 6, mesh.tp, INIT.at("row"), input_is_parallel=False)
     whole = fill(column, row)
     twin = torch.randn(5, 2, 6).requires_grad_()
     x = twin.detach().clone().requires_grad_()
     inner = F.linear(twin, whole["column.weight"], whole["column.bias"])
     expected = F.linear(torch.sin(inner), whole["row.weight"], whole["row.bias"])
+    apart = megatron_api.ColumnParallelLinear(
+        6, 16, mesh.tp, INIT.at("column"), gather_output=True, skip_bias_add=True
+    )
+    apart.load_state_dict(column.state_dict())
+    close(sum(apart(x.detach())), inner)
     y = column(x)
     close(y, inner)
     y = row(torch.sin(y))
@@ -129,8 +138,9 @@ def test_gather_output_and_whole_input(size):
 
 
 def test_fused_output_cannot_be_gathered():
+    sizes = {"q": 8, "k": 8}
     with pytest.raises(ValueError, match="qkv: gather_output would mix the parts q, k"):
-        ColumnParallelLinear(6, {"q": 8, "k": 8}, Axis.single(), Init(name="qkv"), gather_output=True)
+        megatron_api.ColumnParallelLinear(6, sizes, Axis.single(), Init(name="qkv"), gather_output=True)
 
 
 def shared_heads(mesh):
@@ -305,7 +315,7 @@ def test_biases_report_each_contribution(how, run):
     assert Counter(bucket.accumulated) == dict.fromkeys(mlp.parameters(), 2) and not bucket.left
     for p, q in zip(mlp.parameters(), twin.parameters(), strict=True):
         close(p.main_grad, q.grad)
-    for kind in ColumnParallelLinear, RowParallelLinear:
+    for kind in ColumnParallelLinear, megatron_api.RowParallelLinear:
         layer = kind(4, 4, Axis.single(), skip_bias_add=True)
         bucket = Bucket(*layer.parameters())
         sum(layer(torch.randn(5, 2, 4))).sum().backward()
