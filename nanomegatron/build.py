@@ -192,6 +192,7 @@ def pick_variants(model: nn.Module, cp: Axis) -> None:
 def pick_router(router: Router) -> None:
     """Set what a router does otherwise than the core: logits, a choice of experts, drops, losses."""
     config = router.config
+    router.has_variants = True
     if config.moe_input_jitter_eps:
         router.compute_logits = jittered_logits
     if config.moe_router_force_load_balancing:

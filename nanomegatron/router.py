@@ -207,6 +207,7 @@ class Router(nn.Module):
     best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
     drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
     loss_functions: dict[str, Callable] = {"aux_loss": aux_loss, "z_loss": z_loss}
+    has_variants = False  # whether `build.pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
@@ -245,7 +246,12 @@ class Router(nn.Module):
         return self.balance(output, batch), output.ids
 
     def choose(self, x: torch.Tensor, batch: Batch) -> RouterOutput:
-        """First half of the forward: choose experts for x `[t, h]`."""
+        """First half of the forward: choose experts for x `[t, h]`.
+
+        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set.
+        """
+        if self.config.router_variants and not self.has_variants:
+            raise RuntimeError("this router's flags ask for variants: call build.pick_variants on the model")
         token_mask = None
         if batch.cu_seqlens is not None:
             real = batch.residual_positions >= 0

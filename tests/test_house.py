@@ -20,8 +20,8 @@ TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2598          105            137      33      29      30
 commands            1110           45             82      30      11      21
-config              2382          113            138      10      44      49
-core                3195          127            191      47      14      45
+config              2386          113            138      10      44      49
+core                3212          127            191      47      14      45
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9

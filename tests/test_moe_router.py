@@ -462,3 +462,12 @@ def counts_on_ranks(mesh):
 def test_counts_of_all_ranks():
     for found in run_spmd(counts_on_ranks, 4, tp=2):
         assert (found[0] == 6).all() and found.shape == (2, 2, E)
+
+
+def test_flags_without_their_variants_are_refused():
+    """A model that is built by hand would else route as the core does, without a word."""
+    config = settings(router_load_balancing_type=("seq_aux_loss",), aux_loss_coeff=(0.1,))
+    assert config.router_variants and not settings().router_variants
+    router = Router(config, 0, Mesh(), Init(name="router", std=1.0))
+    with pytest.raises(RuntimeError, match="call build.pick_variants on the model"):
+        router(torch.zeros(4, config.hidden_size), None)

@@ -264,6 +264,18 @@ class TransformerConfig:
             return [False] * self.num_layers
         return [bool(n) for n in layer_pattern(str(self.moe_layer_freq), self.num_layers, first=True)]
 
+    @property
+    def router_variants(self) -> bool:
+        """Whether a flag asks for another router than the core's (`variants/router_*.py`)."""
+        kinds = {"sinkhorn", "seq_aux_loss", "global_aux_loss"}
+        return bool(
+            self.moe_input_jitter_eps
+            or self.moe_router_force_load_balancing
+            or self.moe_router_group_topk
+            or self.moe_expert_capacity_factor
+            or kinds.intersection(self.moe_router_load_balancing_type)
+        )
+
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective names the module."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules

@@ -97,7 +97,7 @@ def buckets_text(buckets: Buckets) -> str:
         experts = f" (of experts {sizes[True]})" if True in sizes else ""
         what = "optimizer states" + " and gradients" * (not buckets.bucket_class.keeps_grads)
         text.append(f"{what} cut over {sizes[False]} ranks{experts}")
-    if len(buckets.all) > 1 and any(bucket.axis.size > 1 for bucket in buckets.all):
+    if len(buckets.all) > 1:
         text.append(f"{len(buckets.all)} buckets of up to {max(b.size for b in buckets.all):,} elements")
     if buckets.grad_dtype != torch.float32:
         text.append(f"gradients in {str(buckets.grad_dtype).removeprefix('torch.')}")
