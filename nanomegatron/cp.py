@@ -333,8 +333,8 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """a2a: call attend(q, k, v) on all tokens of the axis, in the row's order, for this rank's heads.
 
-    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order:
-    `Shard.order` of the axis. With fewer key/value heads than ranks, the ranks that share one get copies.
+    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order `[s*cp]`,
+    twice: `Shard.order` of the axis. With fewer key/value heads than ranks, those that share one get copies.
     """
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):

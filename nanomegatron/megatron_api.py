@@ -32,7 +32,7 @@ class GPTModel(core_model.GPTModel):
 
 @with_megatron_keywords
 class ColumnParallelLinear(core_tp.ColumnParallelLinear):
-    """`tp.ColumnParallelLinear`, whose output with `gather_output` is whole on every rank, `[s, b, o]`"""
+    """`tp.ColumnParallelLinear`, with `gather_output` whole on all ranks. x `[s, b, i]` -> `[s, b, o]`"""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ColumnParallelLinear(core_tp.ColumnParallelLinear):
 
 @with_megatron_keywords
 class RowParallelLinear(core_tp.RowParallelLinear):
-    """`tp.RowParallelLinear`, whose input without `input_is_parallel` is whole, `[s, b, i]`, on all ranks.
+    """`tp.RowParallelLinear`, without `input_is_parallel` of a whole input. x `[s, b, i]` -> `[s, b, o]`
 
     With `skip_bias_add` it returns (y, bias) instead of their sum.
     """

@@ -169,9 +169,9 @@ class TokenDispatch:
         return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, most)
 
     def pack_choices(self, probs: torch.Tensor, ids: torch.Tensor, to_ranks: Routing) -> torch.Tensor:
-        """Join probs and the bits of ids `[t, k]` in order of ranks, for one exchange -> fp32 `[rows, 2k]`
+        """Join probs and the bits of the ids in order of ranks, for one exchange; padding gets the id -1.
 
-        Padding gets the id -1.
+        probs, ids `[t, k]` -> `[rows, 2*k]`, fp32
         """
         tokens = to_ranks.source // ids.shape[1]  # -1, the last, in padding
         bits = F.pad(ids, (0, 0, 0, 1), value=-1)[tokens].view(torch.float32)
@@ -179,7 +179,7 @@ class TokenDispatch:
 
 
 def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo `pack_choices`. choices fp32 `[n, 2k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
+    """Undo `pack_choices`. choices `[n, 2*k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
     probs, bits = choices.chunk(2, dim=1)
     return probs.contiguous(), bits.detach().contiguous().view(torch.int32)
 
@@ -190,7 +190,10 @@ class AllGatherDispatch(TokenDispatch):
     def dispatch(
         self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, Dispatched]:
-        """All-gather x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
+        """All-gather all; gradients of x and probs are reduce-scattered.
+
+        x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
+        """
         axis, ends = self.mesh.etp_ep, None
         x = gather_seq(x, axis)
         probs = gather_seq(probs, axis)
@@ -210,7 +213,10 @@ class AllToAllDispatch(TokenDispatch):
     def dispatch(
         self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, Exchanged]:
-        """Exchange sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp (backward: gradients)."""
+        """Exchange sizes, then all over ep and etp (backward: gradients).
+
+        x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
+        """
         ep, etp = self.mesh.ep, self.mesh.etp
         capacity = self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives

@@ -115,7 +115,7 @@ def aux_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, bat
 
 
 def z_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sum logsumexp(logits)^2 over this rank's tokens; arguments as in `aux_loss` -> `[]`"""
+    """Sum logsumexp(logits)^2 over this rank's tokens; as `aux_loss`. scores `[t, E]` are unused -> `[]`"""
     squares = output.logits.logsumexp(-1, keepdim=True).square()
     return (squares if output.token_mask is None else squares * output.token_mask).sum()
 

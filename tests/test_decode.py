@@ -109,7 +109,7 @@ def test_ends_and_one_token_prompts():
     assert [len(text) for text in texts] == [32] * 3
     assert generate(model, PROMPTS, 0, Sampling(temperature=0)) == PROMPTS
     assert generate(model, [], 5, Sampling(temperature=0)) == []
-    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+    with pytest.raises(ValueError, match="prompt 1 of 1 has 0 tokens"):
         generate(model, [[]], 5, Sampling(temperature=0))
     fast = Decoder(model, 9, 8, recorded)
     fast([[1, 2]])

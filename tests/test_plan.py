@@ -9,7 +9,7 @@ import torch
 
 from nanomegatron import zero2
 from nanomegatron.batch import Batch
-from nanomegatron.build import Paths, install, quantize_layers
+from nanomegatron.build import Paths, install, pick_variants, quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.fast import ring
@@ -136,6 +136,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     built = GPTModel(
         model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, tp=tp, init=Init(dtype=dtype)
     )
+    pick_variants(built, Axis.single("cp"))
     if scales is not None:
         quantize_layers(built, scales, range(model.num_layers))
     loss = fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None

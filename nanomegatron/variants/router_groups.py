@@ -5,7 +5,7 @@
     of a group          10 |  11 |   5 |   8      the sum of its k / 2 best
     taken              0 1   2 3
 
-A token's experts come from few groups, so from few ranks. The losses count the k best scores all the same, as
+A token's experts come from few groups, so from few ranks. The losses still count the k best scores, as
 Megatron's do. Tested in tests/test_moe_router.py. (DeepSeek-V3, arXiv 2412.19437)
 """
 
