@@ -337,6 +337,7 @@ def train(run: Run) -> int:
                 run.stop = run.stop if run.preempted else ""  # its step is due again
             collect(run.iteration)
     run.flush_report()
+    run.log.end_interval()
     run.profile.close()
     save_last(run)
     return finish(run)
@@ -405,7 +406,6 @@ def train_step(run: Run) -> StepReport:
 def finish(run: Run) -> int:
     """Evaluate at the end of training, log a sample and pictures, print the next command -> the exit code."""
     config, log = run.config, run.log
-    log.end_interval()
     run.signals.check_folders(run.mesh)
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")

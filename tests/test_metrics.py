@@ -115,6 +115,15 @@ def test_steps_before_a_stop_have_a_line(tmp_path):
     assert [row[0] for row in rows] == ["1", "10", "13"] and rows[-1][1] == "12.0000"
 
 
+def test_a_line_says_which_steps_its_loss_leaves_out(tmp_path):
+    log = started(tmp_path)
+    for i in range(1, 11):
+        log.step(record(i, lm_loss=math.nan if i in (4, 5) else 2.0, skipped=int(i in (4, 5))))
+    first, last = log.stream.getvalue().splitlines()[1:]
+    assert last.split()[1] == "2.0000" and last.endswith("  2 skipped steps not in the loss")
+    assert "skipped" not in first
+
+
 def test_series_is_one_json_object_a_step(tmp_path):
     log = started(tmp_path / "run", metrics_jsonl=str(tmp_path / "deep" / "extra.jsonl"))
     log.step(record(1, lm_loss=0.1 + 0.2, grad_norm=float("inf")))

@@ -409,7 +409,8 @@ def test_step_that_is_not_finite_changes_nothing_and_is_named(corpus, tmp_path):
     text, changed = run_spmd(bad_steps, 1, arguments(corpus, "--train-iters 9"), str(tmp_path))[0]
     assert changed == [False, False, True]
     assert "step 1 (samples 0 to 7): loss 5.5" in text
-    assert "first non-finite tensor: gradient of decoder.layers.1.mlp.linear_fc2.weight" in text
+    assert "; not finite: gradient of decoder.layers.1.mlp.linear_fc2.weight" in text
+    assert "step 2 (samples 8 to 15): the same again; its update was skipped" in text
     assert "step 3 (" not in text
 
 

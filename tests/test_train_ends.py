@@ -83,7 +83,9 @@ def test_stopped_runs_have_the_evaluations_of_others(corpus, tmp_path, full):  #
         folder = tmp_path / where
         folder.mkdir()
         if where.isdecimal():
-            output_of(folder, [*argv, "--exit-interval", where], train.DONE)
+            output_of(folder, [*argv, "--exit-interval", where, "--log-interval", "99"], train.DONE)
+            log = (folder / "runs/test/log.txt").read_text()
+            assert log.index(f" iteration {where:>8}/") < log.index("saved "), "the last row comes first"
         else:
             codes, status = signals(folder, argv, where, ranks=1)
             assert (codes, status["iteration"]) == ([train.PREEMPTED], 2)

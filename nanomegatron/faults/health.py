@@ -71,6 +71,7 @@ class Health:
         self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
+        self.culprit = ""  # what was not finite in the last bad step
         self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
 
     def checks_states(self, iteration: int) -> bool:
@@ -132,8 +133,14 @@ class Health:
         culprit, in_states = self.first_not_finite(step)
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
         if self.mesh.rank == 0:
-            overflow = f"{which}: {too_large(step.loss_scale)}" if searching and not in_states else ""
-            self.log.warn(overflow or f"{text}; its update was skipped")
+            if searching and not in_states:
+                said = f"{which}: {too_large(step.loss_scale)}"
+            elif self.streak.now and culprit == self.culprit:
+                said = f"{which}: the same again; its update was skipped"
+            else:
+                said = f"{text}; its update was skipped"
+            self.log.warn(said)
+        self.culprit = culprit
         if not searching or in_states:
             self.streak.add(step.batch.iteration, text)
         if in_states:
@@ -167,7 +174,7 @@ class Health:
         if not found:
             return "no tensor is: only the loss", False
         more = f", {len(found) - 1} other ranks have one, too" if len(found) > 1 else ""
-        return f"first non-finite tensor: {found[0][2:]}{more}", found[0][0] == "1"
+        return f"not finite: {found[0][2:]}{more}", found[0][0] == "1"
 
     def _bad_states(self) -> Iterator[str]:
         """Yield the names of non-finite weights and moments of this rank. Waits for gathers."""

@@ -345,7 +345,11 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
         duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
     )
     row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
-    return f"{row.replace('nan', '  -')}  {said}" if (said := mean.get("overflow")) else row
+    if said := mean.get("overflow"):
+        return f"{row.replace('nan', '  -')}  {said}"
+    if skipped := mean.get("skipped"):
+        return f"{row}  {skipped} skipped step{'s' * (skipped > 1)} not in the loss"
+    return row
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:

@@ -216,6 +216,12 @@ def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
     kinds = sorted({key[:2] for key in traffic})
     rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
     return [
-        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**10:14,.1f} KiB a step"
-        for axis, kind, calls, size in rows
+        f"{axis:>6} {kind:<14} {calls:6d} calls {size_text(size)} a step" for axis, kind, calls, size in rows
     ]
+
+
+def size_text(size: int) -> str:
+    """Format a number of bytes, as wide as all others."""
+    if size < 2**10:
+        return f"{size:16,d} B"
+    return f"{size / 2**10:14,.1f} KiB"
