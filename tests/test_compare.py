@@ -250,10 +250,17 @@ def test_a_run_that_is_not_there_gets_the_nearest(capsys):
     write_run("gpt-tp2", [4.0])
     assert compare.main(["gpt-tp"]) == 2
     assert "gpt-tp has a config.toml; did you mean gpt-tp2?" in capsys.readouterr().err
+
+
+def test_a_run_that_has_only_evaluated_is_left_out(capsys):
+    write_run("a", [4.0])
+    write_run("b", [4.0])
     (Path("runs") / "seen").mkdir()
     (Path("runs") / "seen" / "evals.jsonl").touch()
-    assert compare.main(["gpt-tp2", "seen"]) == 2
-    assert "seen has evaluated and trained nothing" in capsys.readouterr().err
+    out = compared(capsys, "a", "seen", "b")
+    assert "seen has trained nothing and is left out" in out and "b and a: losses are identical" in out
+    assert compare.main(["seen"]) == 2
+    assert "seen has trained nothing: evals.jsonl and log.txt" in capsys.readouterr().err
 
 
 def test_damaged_settings_are_an_error(capsys):
@@ -269,7 +276,10 @@ def test_the_picture_has_each_step_and_a_smoothed_line(tmp_path):
     assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == ["a", "b"]
     thin, smooth = axes.lines[:2]
     assert np.ptp(thin.get_ydata()) == 2 and np.ptp(smooth.get_ydata()[10:]) < 0.4
-    assert smooth.get_linestyle() != axes.lines[4].get_linestyle(), "runs that agree are both seen"
+    assert smooth.get_linewidth() > axes.lines[4].get_linewidth(), "runs that agree are both seen"
+    assert "smoothed" in axes.get_title()
+    axes = compare.draw_curves([("a", losses[:20], [])], tmp_path / "x.png")
+    assert "of each step" in axes.get_title()
 
 
 def test_a_picture_needs_matplotlib_and_nothing_else_does(capsys, monkeypatch):

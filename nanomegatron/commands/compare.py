@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanomegatron.commands.page import Curve, Table, amount, run_page
-from nanomegatron.commands.runs import aligned, find_run, number, state_of
+from nanomegatron.commands.runs import aligned, find_run, number, only_evaluated, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import values_of
@@ -24,7 +24,7 @@ from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl, replace_file
 
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
-MARKERS, DASHES = "osD^vP", ("-", "--", ":", "-.")  # of runs that overlap
+MARKERS = "osD^vP"  # of runs that overlap
 POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
 TEXT_SETTINGS = "data_path train_data_path mock_data tokenizer_type tokenizer_model vocab_size".split()
 
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     add("--html", type=Path, metavar="FILE", help="also write one page that needs no other file")
     args = parser.parse_args(argv)
     try:
-        runs = [read_run(word) for word in dict.fromkeys(args.runs)]
+        runs = [read_run(word) for word in words_of_runs(args.runs)]
         tables, (words, largest) = [fact_table(runs), settings_table(runs)], differences(runs)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
         print("\n\n".join([*(aligned(table, width) for table in tables), *map(escaped, words)]))
@@ -85,6 +85,17 @@ def main(argv: list[str]) -> int:
         print(f"--rtol {args.rtol:g}: the largest difference is {largest:.1e}", file=sys.stderr)
         return 1
     return 0
+
+
+def words_of_runs(words: Sequence[str]) -> list[str]:
+    """Leave out runs that have only evaluated, with a note; all if there is no other."""
+    every = dict.fromkeys(words)
+    left_out = [word for word in every if only_evaluated(word)]
+    if len(left_out) == len(every):
+        return left_out
+    for word in left_out:
+        print(f"note    {escaped(word)} has trained nothing and is left out: see its evals.jsonl")
+    return [word for word in every if word not in left_out]
 
 
 def read_run(word: str) -> RecordedRun:
@@ -188,19 +199,22 @@ def relative_gap(a: float, b: float) -> float:
 
 
 def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
-    """Draw losses over tokens -> matplotlib's axes. Each step is thin, the smoothed loss thick or dashed.
+    """Draw losses over tokens -> matplotlib's axes. Long runs are smoothed, over thin lines of each step.
 
+    Each run has a narrower line than the one before, so that one is seen on another that it equals.
     Raises ImportError without matplotlib, ValueError for a wrong suffix.
     """
-    axes = canvas(path, (9, 5)).add_subplot(title="training loss, smoothed; markers: validation")
+    smooth = any(smoothing_reach(len(line)) for _, line, _ in curves)
+    what = {True: "training loss, smoothed", False: "training loss of each step"}[smooth]
+    axes = canvas(path, (9, 5)).add_subplot(title=f"{what}; markers: validation")
     for i, (name, line, dots) in enumerate(curves):
         color = PALETTE[i % len(PALETTE)]
         tokens, losses = ([point[axis] for point in line] for axis in (0, 1))
         if smoothing_reach(len(line)):
             axes.plot(tokens, losses, color=color, linewidth=0.7, alpha=0.3)
             losses = smoothed(np.array(losses, float))
-        look = dict(linestyle=DASHES[i % len(DASHES)], linewidth=1.6) if i else dict(linewidth=4, alpha=0.55)
-        axes.plot(tokens, losses, color=color, label=name, **look)
+        width = min(1.5 + 2 * (len(curves) - 1 - i), 8)
+        axes.plot(tokens, losses, color=color, label=name, linewidth=width)
         held_out = ([point[axis] for point in dots] for axis in (0, 1))
         marker = dict(
             marker=MARKERS[i % len(MARKERS)], markersize=max(5, 11 - 3 * i), markeredgecolor="black"

@@ -48,10 +48,18 @@ def find_run(word: str) -> Path:
     folders = [path for path in (Path("runs") / word, Path(word)) if (path / "config.toml").is_file()]
     if not folders:
         hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
-        if any((path / "evals.jsonl").is_file() for path in (Path("runs") / word, Path(word))):
-            hint = f"; {word} has evaluated and trained nothing: its evals.jsonl and log.txt are all there is"
+        if only_evaluated(word):
+            hint = f"; {word} has trained nothing: evals.jsonl and log.txt have what it evaluated"
         raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
     return folders[0]
+
+
+def only_evaluated(word: str) -> bool:
+    """Whether runs/WORD or WORD is a run of --eval-only: it has evaluations and no settings to train."""
+    folders = [path for path in (Path("runs") / word, Path(word)) if path.is_dir()]
+    if any((path / "config.toml").is_file() for path in folders):
+        return False
+    return any((path / "evals.jsonl").is_file() for path in folders)
 
 
 def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
