@@ -19,17 +19,17 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2598          105            137      33      29      30
-commands            1110           45             82      30      11      21
+commands            1125           44             81      30      11      21
 config              2386          113            138      10      44      49
 core                3212          127            191      47      14      45
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
-faults               890           44             42       2       4      15
+faults               897           44             41       2       4      15
 ops                 1758           93            152      86       2      24
 plan                1154           87             88      13       7      27
 programs             770           20             46       1      16      10
-report              1481           71             70       7      12      16
+report              1505           71             69       7      12      16
 variants             186            2              3       0       0       2
 """
 

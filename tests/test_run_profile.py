@@ -39,7 +39,9 @@ def recorded(path: Path) -> list[int]:
     """The iterations in a trace."""
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     assert "aten::mm" in names
-    return sorted({int(name.split()[1]) for name in names if name.startswith("iteration ")})
+    seen = sorted({int(name.split()[1]) for name in names if name.startswith("iteration ")})
+    assert sorted({int(name[13:]) for name in names if name.startswith("ProfilerStep#")}) == seen
+    return seen
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def mesh() -> Mesh:
 def test_steps_from_start_to_before_end(mesh, tmp_path, first, last, expected):
     run = RunConfig(profile=True, profile_step_start=3, profile_step_end=5, profile_ranks=(0,))
     first_line, *said = steps(mesh, tmp_path, first, last, run)
-    assert "steps 3 to 4 of ranks 0" in first_line
+    assert f"steps 3 to 4: {tmp_path}/profile-rank0.json" in first_line
     path = tmp_path / "profile-rank0.json"
     assert (recorded(path) if path.exists() else None) == expected
     assert len(said) == (expected is not None) and all(str(path) in line for line in said)
@@ -100,7 +102,18 @@ def test_a_run_is_profiled_and_drawn(tmp_path):
     assert len(list((tmp_path / "pictures").glob("*.json"))) == 2
     assert [path.name for path in (tmp_path / "runs/test").glob("profile-*")] == ["profile-rank1.json"]
     log = (tmp_path / "runs/test/log.txt").read_text()
-    assert log.count("bubble") == 4 and "backward-compute" in log and "steps 2 to 2 of ranks 1" in log
+    assert (
+        log.count("bubble") == 4
+        and "backward-compute" in log
+        and "steps 2 to 2: runs/test/profile-rank1.json" in log
+    )
+    events = json.loads((tmp_path / "runs/test/profile-rank1.json").read_text())["traceEvents"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"}
+    first, last = spans["ProfilerStep#2"]
+    for name in ("forward-backward", "F0.0", "BW1.3", "forward-compute", "all-grads-sync", "optimizer"):
+        start, end = spans[name]
+        assert first < start < end < last, f"{name} lies within its step"
+    assert "ProfilerStep#3" not in spans
 
 
 def test_nothing_unless_asked(mesh, tmp_path):

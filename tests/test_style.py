@@ -34,8 +34,17 @@ WIDE_CLASSES = {
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}
 # early and banner read what torchrun says; doctor reports what is set; setup looks for the compiler;
-# preprocess keeps the tokenizers library from starting threads
-ENVIRONMENT = {"commands.doctor", "config.early", "mesh", "preprocess", "report.banner", "setup", "train"}
+# preprocess keeps the tokenizers library from starting threads, profiler torch's profiler from printing
+ENVIRONMENT = {
+    "commands.doctor",
+    "config.early",
+    "mesh",
+    "preprocess",
+    "report.banner",
+    "report.profiler",
+    "setup",
+    "train",
+}
 INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
 
 

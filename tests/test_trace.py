@@ -324,15 +324,17 @@ def test_words(tmp_path):
     _, lines = write(recording(0.5), tmp_path)
     planned, measured = "planned 9 ms, bubble 50.0 %", "measured 9.5 ms, bubble 58.3 %"
     assert lines[0] == f"iteration 9: {planned} of ideal time 6 ms | {measured} of ideal time 6 ms"
-    assert "no optimizer" in lines[1] and lines[2].endswith("rank 0 F 1, BW 2; rank 1 F 1, BW 2")
+    assert "BW for both" in lines[1] and "no optimizer" in lines[1]
+    assert lines[2].endswith("rank 0 F 1, BW 2; rank 1 F 1, BW 2")
     assert lines[4:7] == [
-        "rank 0 waited 2 ms (planned 2) before BW0.0 for the gradient from rank 1",
-        "rank 0 waited 1.5 ms (planned 1) before BW0.1 for the gradient from rank 1",
-        "rank 1 waited 1 ms (planned 1) before F0.0 for activations from rank 0",
+        "rank 0 waited 2 ms (planned 2) before BW0.0 (chunk 0, microbatch 0) for the gradient from rank 1",
+        "rank 0 waited 1.5 ms (planned 1) before BW0.1 (chunk 0, microbatch 1) for the gradient from rank 1"
+        ", furthest above plan",
+        "rank 1 waited 1 ms (planned 1) before F0.0 (chunk 0, microbatch 0) for activations from rank 0",
     ]
     early = recording(0.5)
     early.arrivals[0][-1] = early.arrivals[0][-1]._replace(time=6.1)
-    assert "BW0.1 though what it needs was there" in write(early, tmp_path)[1][5]
+    assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[1][5]
 
 
 def test_plan_takes_the_median_of_each_kind_and_stage():
@@ -357,7 +359,9 @@ def test_a_wait_beyond_plan_is_named(tmp_path):
     slow.events[1] = [slow.events[1][0]] + [
         e._replace(start=e.start + 0.3, end=e.end + 0.3) for e in slow.events[1][1:]
     ]
-    assert "rank 1 waited 0.3 ms (planned 0) before BW0.0 though" in write(slow, tmp_path)[1][7]
+    last = write(slow, tmp_path)[1][7]
+    assert "rank 1 waited 0.3 ms (planned 0) before BW0.0 " in last and last.endswith("furthest above plan")
+    assert "furthest above plan" not in str(write(recording(), tmp_path)[1][4:]), "all as planned"
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):

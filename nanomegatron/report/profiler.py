@@ -3,12 +3,14 @@
     iteration   1  ...  start-1 | start  ...  end-1 | end  ...
                                 [===== recorded ====]            --profile-step-start, --profile-step-end
 
-On a GPU the same steps are between cudaProfilerStart and cudaProfilerStop, so that this command records them,
-with the NVTX ranges of the pipeline's ops (`report/trace.py`):
+In the trace each step is a range, `ProfilerStep#3`, and in it the parts that `report/timers.py` times and the
+pipeline's ops (`report/trace.py`). On a GPU the same steps are between cudaProfilerStart and
+cudaProfilerStop, so that this command records them, with NVTX ranges of the ops:
 
     nsys profile -c cudaProfilerApi torchrun ... train.py --profile ...
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -36,17 +38,23 @@ class Profile:
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump("-out-of-memory"))
         if run.profile:
             steps = f"steps {run.profile_step_start} to {run.profile_step_end - 1}"
-            ranks = " ".join(map(str, run.profile_ranks))
-            log.line(f"profile {steps} of ranks {ranks}: {self.folder}/profile-rank*.json")
+            files = ", ".join(str(self.path(rank)) for rank in run.profile_ranks)
+            log.line(f"profile {steps}: {files}")
+
+    def path(self, rank: int) -> Path:
+        """The file of a rank's trace."""
+        return self.folder / f"profile-rank{rank}.json"
 
     def step(self, iteration: int) -> None:
         """Start or stop the profiler; call at the start of every iteration."""
         inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
         with self.log.attempt("profile"):
-            if self.wanted and inside and self.profiler is None:
-                self._start()
-            elif not inside:
+            if not inside:
                 self._stop()
+            elif self.profiler is not None:
+                self.profiler.step()
+            elif self.wanted:
+                self._start(iteration)
 
     def close(self) -> None:
         """Write all records; call at the end of the run."""
@@ -58,9 +66,14 @@ class Profile:
             torch.cuda.memory._record_memory_history(enabled=None)
             self.remembers = False
 
-    def _start(self) -> None:
+    def _start(self, iteration: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of its own among those of the run
         kinds = torch.profiler.ProfilerActivity
-        self.profiler = torch.profiler.profile(activities=[kinds.CPU] + [kinds.CUDA] * self.cuda)
+        self.profiler = torch.profiler.profile(
+            activities=[kinds.CPU] + [kinds.CUDA] * self.cuda,
+            schedule=lambda _: torch.profiler.ProfilerAction.RECORD,  # with one, `step` marks the steps
+        )
+        self.profiler.step_num = iteration
         if self.cuda:
             torch.cuda.synchronize(self.mesh.device)
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
@@ -74,7 +87,7 @@ class Profile:
             torch.cuda.synchronize(self.mesh.device)
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
         profiler.stop()
-        path = self.folder / f"profile-rank{self.mesh.rank}.json"
+        path = self.path(self.mesh.rank)
         profiler.export_chrome_trace(str(path))
         self.log.line(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
 

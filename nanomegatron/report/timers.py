@@ -7,7 +7,7 @@ step's clocks --- one step late ---> sums over the log interval --- one all-gath
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +68,13 @@ class Clock:
         return self.base_time + self.base.elapsed_time(mark) / 1e3
 
 
+def marked(name: str) -> AbstractContextManager:
+    """Context manager: a range of this name in the trace of --profile, if it records."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return nullcontext()
+
+
 class Timers:
     """Times named parts of a step up to a level of detail: 1 parts of a step, 2 those of microbatches."""
 
@@ -78,13 +85,15 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
-        """Context manager: time its body, if `level` is within the configured level."""
-        if level > self.level:
+        """Context manager: time its body, if `level` is within the configured level; mark it in a profile."""
+        with marked(name):
+            if level > self.level:
+                yield
+                return
+            clock = Clock(self.device)
+            self._clocks.append((name, clock))
             yield
-            return
-        self._clocks.append((name, clock := Clock(self.device)))
-        yield
-        clock.stop()
+            clock.stop()
 
     def take(self) -> list[tuple[str, Clock]]:
         """Return and clear the clocks of the step that has just been launched."""

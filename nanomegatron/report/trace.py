@@ -9,8 +9,9 @@ device during the step. A message starts at the end of the op that sends it, on 
 at its arrival: on a GPU when the transfer ends, on a CPU when the receiver's wait ends.
 
 Chosen iterations are written as a picture, the planned timeline above the measured one, and as a trace for
-Perfetto (`trace_draw.py`). Others are not recorded. On a GPU every op is always an NVTX range, with the name
-that it has everywhere here: F1.4 is the forward through chunk 1 of microbatch 4.
+Perfetto (`trace_draw.py`). Others are not recorded. On a GPU every op is always an NVTX range, and in the
+trace of --profile a range, with the name that it has everywhere here: F1.4 is the forward through chunk 1 of
+microbatch 4.
 
     event on a GPU  --- time since a base event, whose time on the host's clock is known --->    host
     host            --- offset 0 within a machine; else from the exits of barriers --->          rank 0's host
@@ -32,7 +33,7 @@ from nanomegatron.comm import Pending, all_gather, barrier
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Axis, Mesh, Traffic
 from nanomegatron.pp import NoTracer
-from nanomegatron.report.timers import Clock
+from nanomegatron.report.timers import Clock, marked
 from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
 from nanomegatron.schedules import Event, Message, Op, messages
 
@@ -93,6 +94,7 @@ class Tracer(NoTracer):
         """Context manager around the computation of an op, after its message has arrived."""
         with (
             torch.cuda.nvtx.range(op_name(op)) if self.cuda else nullcontext(),
+            marked(op_name(op)),
             self.timers(TIMERS[op.kind], level=2),
         ):
             start = self._step and self._step.clock.now()

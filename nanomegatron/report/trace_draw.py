@@ -130,13 +130,15 @@ def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) 
         costs.append(f"rank {recording.drawn[row]} {', '.join(medians)}")
     found = [w for w in waits(recording, planned, measured) if w.length > SHORT * measured.total]
     shown = list(dict.fromkeys(found[:3] + sorted(found, key=lambda wait: wait.planned - wait.length)[:1]))
+    most = max((wait.length - wait.planned for wait in shown), default=0.0)
     what = "the longest waits, and the one furthest above plan:" if shown else "hardly a wait between them"
     return [
         f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
-        "only forward and backward ops: no reduction of gradients, no optimizer",
+        "only ops: F forward, B backward for inputs, W for weights, BW for both; "
+        "no reduction of gradients, no optimizer",
         f"an op takes, in ms, median: {'; '.join(costs)}",
         what,
-        *(_words(recording, wait) for wait in shown),
+        *(_words(recording, wait, most) for wait in shown),
     ]
 
 
@@ -165,14 +167,17 @@ def _gaps(timeline: Timeline) -> list[float]:
     return [e.start - (b.end if s else 0.0) for b, e, s in zip(ends, timeline.events, same)]
 
 
-def _words(recording: Recording, wait: Wait) -> str:
+def _words(recording: Recording, wait: Wait, most: float) -> str:
     rank, reason = recording.drawn[wait.event.rank], "though what it needs was there"
     if wait.message:
         content = {"F": "activations", "B": "the gradient"}[wait.message.kind]
         reason = f"for {content} from rank {recording.sender(rank, wait.message)}"
+    op = wait.event.op
+    if wait.length - wait.planned == most > 0:
+        reason += ", furthest above plan"
     return (
-        f"rank {rank} waited {wait.length:.3g} ms (planned {wait.planned:.3g}) before "
-        f"{op_name(wait.event.op)} {reason}"
+        f"rank {rank} waited {wait.length:.3g} ms (planned {wait.planned:.3g}) before {op_name(op)} "
+        f"(chunk {op.chunk}, microbatch {op.microbatch}) {reason}"
     )
 
 
