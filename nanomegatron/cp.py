@@ -176,20 +176,21 @@ def context_attention(
     shard.axis as shard.types[layer] says. Raises ValueError if a2a cannot divide the heads over the ranks, or
     for what `variants/` computes.
     """
-    kind, axis = shard.types[layer], shard.axis
+    kind = shard.types[layer]
     if kind == "a2a":
 
         def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
             return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
 
-        return ulysses_attention(q, k, v, axis, shard.order(range(axis.size), q.device), whole_rows)
+        order = shard.order(range(shard.axis.size), q.device)
+        return ulysses_attention(q, k, v, shard.axis, order, whole_rows)
     if kind not in ("p2p", "allgather") or mask.window is not None:
         raise ValueError(f"{kind} with window {mask.window} is a variant, which build.py picks")
     if kind == "allgather":
         steps = shard.gathered(q.device)
-        order = shard.order(range(axis.size), q.device)
-        return GatherFunction.apply(q, k, v, axis, steps, order, backend).flatten(2)
-    return RingFunction.apply(q, k, v, axis, shard.ring(q.device), backend).flatten(2)
+        order = shard.order(range(shard.axis.size), q.device)
+        return GatherFunction.apply(q, k, v, shard.axis, steps, order, backend).flatten(2)
+    return RingFunction.apply(q, k, v, shard.axis, shard.ring(q.device), backend).flatten(2)
 
 
 class RingFunction(torch.autograd.Function):
@@ -336,14 +337,15 @@ def ulysses_attention(
     q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order `[s*cp]`,
     twice: `Shard.order` of the axis. With fewer key/value heads than ranks, those that share one get copies.
     """
-    (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
-    if n % ranks or (g % ranks and ranks % g):
-        raise ValueError(f"{n} query, {g} key/value heads cannot be divided over {ranks} ranks (a2a)")
-    k, v = (x.repeat_interleave(max(ranks // g, 1), dim=2) for x in (k, v))
-    blocks = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]
+    s, b, n, d = q.shape
+    g = k.shape[2]
+    if n % axis.size or (g % axis.size and axis.size % g):
+        raise ValueError(f"{n} query, {g} key/value heads cannot be divided over {axis.size} ranks (a2a)")
+    k, v = (x.repeat_interleave(max(axis.size // g, 1), dim=2) for x in (k, v))
+    blocks = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]
     mine = all_to_all(blocks.permute(2, 0, 1, 3, 4).flatten(0, 1), axis)
     to_row, to_ranks = order
     mine = Reorder.apply(mine, to_row, to_ranks)
-    q, k, v = mine.split([x.shape[2] // ranks for x in (q, k, v)], dim=2)
+    q, k, v = mine.split([x.shape[2] // axis.size for x in (q, k, v)], dim=2)
     context = Reorder.apply(attend(q, k, v), to_ranks, to_row)  # [ranks * s, b, n/ranks * d]
-    return all_to_all(context, axis).unflatten(0, (ranks, s)).permute(1, 2, 0, 3).reshape(s, b, n * d)
+    return all_to_all(context, axis).unflatten(0, (axis.size, s)).permute(1, 2, 0, 3).reshape(s, b, n * d)

@@ -21,7 +21,8 @@ def evaluate(run: Run, split: str = "validation") -> None:
     the one that resumes evaluates first.
     """
     run.flush_report()
-    config, which = run.config, ("train", "validation", "test").index(split)
+    config = run.config
+    which = ("train", "validation", "test").index(split)
     if (loader := run.loaders[which]) is None or run.preempted:
         return
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
@@ -34,7 +35,8 @@ def evaluate(run: Run, split: str = "validation") -> None:
             return
 
         def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
-            output, mask = forward_microbatch(chunk, batches[i]), batches[i].loss_mask
+            output = forward_microbatch(chunk, batches[i])
+            mask = batches[i].loss_mask
             if chunk.post_process:
                 total.add_(torch.stack(((output * mask).sum(), mask.sum())))
             return output
@@ -47,7 +49,8 @@ def evaluate(run: Run, split: str = "validation") -> None:
         comm.all_reduce_(total if run.model.is_loss_rank else torch.zeros_like(total), run.mesh.world),
         run.mesh.world,
     )
-    loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
+    loss = loss / max(tokens, 1)
+    length = run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
     run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)
     run.evaluated = run.iteration

@@ -248,7 +248,8 @@ class Scales:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, axes: Sequence[Axis] = ()) -> None:
-        self.recipe, self.axes = recipe, tuple(axes)
+        self.recipe = recipe
+        self.axes = tuple(axes)
         self.layers: dict[str, Fp8Linear] = {}
         self.no_history_yet = True  # delayed: no step has ended
         self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
@@ -311,7 +312,9 @@ class Fp8Linear:
     """The FP8 state of one linear layer, and its casts; `Scales.add_layer` makes it."""
 
     def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
-        self.name, self.scales, self.recipe = name, scales, recipe
+        self.name = name
+        self.scales = scales
+        self.recipe = recipe
         self.slots = slice(first, first + len(ROLES))
         self.cached_weight: Quantized | None = None  # of this step
         self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
@@ -342,7 +345,8 @@ class Fp8Linear:
 
     def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
         """For a kernel that writes x, w or g in FP8 itself -> its Fp8Output, and the scale's inverse `[]`"""
-        slot, scales = self.slot(role), self.scales
+        slot = self.slot(role)
+        scales = self.scales
         amax = scales.history[0, slot] if record else None
         output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
         return output, scales.inverses[slot, 0]

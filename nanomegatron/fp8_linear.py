@@ -128,10 +128,13 @@ class Fp8LinearFunction(torch.autograd.Function):
         x_fp8 = given.copies
         if x_fp8 is None:
             x_fp8 = cast_input(fp8, x, axis, comm, trains)
-        ctx.weight, ctx.axis = weight, axis
-        ctx.comm, ctx.fp8 = comm, fp8
+        ctx.weight = weight
+        ctx.axis = axis
+        ctx.comm = comm
+        ctx.fp8 = fp8
         ctx.grad_copies = given.grad_copies
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
         w = fp8.weight(weight, axis).rowwise
         if comm == "gather":
@@ -145,8 +148,11 @@ class Fp8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
-        fp8, saved = ctx.fp8, ctx.saved_tensors
+        weight = ctx.weight
+        axis = ctx.axis
+        comm = ctx.comm
+        fp8 = ctx.fp8
+        saved = ctx.saved_tensors
         g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
@@ -156,7 +162,8 @@ class Fp8LinearFunction(torch.autograd.Function):
             reduced = fp8.matmuls.matmul_scatter(g, w, axis, ctx.dtype)
         elif comm == "scatter":
             dx, g = fp8.matmuls.gather_matmul(g, w, axis, ctx.dtype)
-            reduced, g_columnwise = Pending(dx), fp8.recipe.wgrad and fp8.recipe.transposed(g, "g")
+            reduced = Pending(dx)
+            g_columnwise = fp8.recipe.wgrad and fp8.recipe.transposed(g, "g")
         else:
             reduced = start_input_grad_sum(fp8_matmul(g, w, ctx.dtype), axis, comm)
 

@@ -107,7 +107,8 @@ class LossScaler:
     def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
         self.dynamic = precision.fp16 and precision.loss_scale is None
         start = (precision.loss_scale or precision.initial_loss_scale) if precision.fp16 else 1.0
-        self.window, self.minimum = precision.loss_scale_window, precision.min_loss_scale
+        self.window = precision.loss_scale_window
+        self.minimum = precision.min_loss_scale
         self.hysteresis = torch.tensor(float(precision.hysteresis), device=device)
         self.scale = torch.tensor(start, device=device)
         self.good_in_a_row = torch.zeros((), device=device)
@@ -117,8 +118,10 @@ class LossScaler:
         """Adapt the scale to one step. finite `[]`: 1 or 0"""
         if not self.dynamic:
             return
-        good, left = (self.good_in_a_row + 1) * finite, self.hysteresis_left - (1 - finite)
-        halve, double = (left <= 0) & (finite == 0), good >= self.window
+        good = (self.good_in_a_row + 1) * finite
+        left = self.hysteresis_left - (1 - finite)
+        halve = (left <= 0) & (finite == 0)
+        double = good >= self.window
         halved = (self.scale / 2).clamp(min=self.minimum)
         self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
         self.hysteresis_left = torch.where(double, self.hysteresis, left)

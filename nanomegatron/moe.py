@@ -93,14 +93,17 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router = Router(config, layer, mesh, init.at("router"))
         self.experts = GroupedExperts(config, mesh, init.at("experts"), activation)
-        self.shared_experts, self.gate_weight = shared, None
+        self.shared_experts = shared
+        self.gate_weight = None
         if shared is not None and config.moe_shared_expert_gate:
-            name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
+            name = init.at("shared_experts.gate_weight")
+            shape = (1, config.hidden_size)
             part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
         alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
         self.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(self.experts)
-        self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
+        self.recompute = config.recomputes("moe")
+        self.recompute_shared = config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         run = partial(self.run, self, batch=batch)
@@ -111,8 +114,10 @@ class MoELayer(nn.Module):
         return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        y, gate = self.shared_experts(x), self.gate_weight
-        return y if gate is None else y * torch.sigmoid(x @ gate.t())
+        y = self.shared_experts(x)
+        if self.gate_weight is None:
+            return y
+        return y * torch.sigmoid(x @ self.gate_weight.t())
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,9 @@ class TokenDispatch:
     """
 
     def __init__(self, experts: "GroupedExperts") -> None:
-        self.config, self.mesh, self.experts = experts.config, experts.mesh, experts
+        self.config = experts.config
+        self.mesh = experts.mesh
+        self.experts = experts
         self.local = self.config.num_experts // self.mesh.ep.size
         fused = self.config.moe_permute_fusion
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
@@ -194,10 +201,11 @@ class AllGatherDispatch(TokenDispatch):
 
         x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
         """
-        axis, ends = self.mesh.etp_ep, None
+        axis = self.mesh.etp_ep
         x = gather_seq(x, axis)
         probs = gather_seq(probs, axis)
         routing = self.route(all_gather(ids, axis), self.capacity(len(ids)))
+        ends = None
         if axis.size > 1:
             routing, ends = routing.cut_to_size()
         return self.permute(x, routing), Dispatched(routing, ends, probs)
@@ -217,14 +225,16 @@ class AllToAllDispatch(TokenDispatch):
 
         x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
         """
-        ep, etp = self.mesh.ep, self.mesh.etp
+        ep = self.mesh.ep
+        etp = self.mesh.etp
         capacity = self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
         to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
         sizes = to_ranks.offsets.diff()
         sizes_received = all_to_all(sizes, ep)
         each = all_gather(sizes_received.sum()[None], etp).tolist()
-        sent, received = sizes.tolist(), sizes_received.tolist()
+        sent = sizes.tolist()
+        received = sizes_received.tolist()
         shared = [each[etp.rank]] * etp.size
         # send tokens and their choices to ep ranks, then to the etp ranks that share an expert
         choices = self.pack_choices(probs, ids, to_ranks)
@@ -241,13 +251,13 @@ class AllToAllDispatch(TokenDispatch):
 
     def combine(self, rows: torch.Tensor, dispatched: Exchanged) -> torch.Tensor:
         """Exchange partial sums, over etp, where they are added, then over ep. rows `[r, h]` -> `[t, h]`"""
-        y, etp = self.unpermute(rows, dispatched.routing, dispatched.probs), self.mesh.etp
+        etp = self.mesh.etp
+        y = self.unpermute(rows, dispatched.routing, dispatched.probs)
         if etp.size > 1:
             y = all_to_all(y, etp, dispatched.each, dispatched.shared)
             y = y.view(etp.size, dispatched.shared[0], y.shape[1]).sum(0)
-        return self.unpermute(
-            all_to_all(y, self.mesh.ep, dispatched.received, dispatched.sent), dispatched.to_ranks
-        )
+        y = all_to_all(y, self.mesh.ep, dispatched.received, dispatched.sent)
+        return self.unpermute(y, dispatched.to_ranks)
 
 
 def accumulate_outer(
@@ -287,19 +297,26 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool) -> torch.Tensor:
-        x, w = x.contiguous(), weight.view(groups.experts, -1, weight.shape[1])
+        x = x.contiguous()
+        w = weight.view(groups.experts, -1, weight.shape[1])
         ctx.save_for_backward(x)
-        ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
+        ctx.weight = weight
+        ctx.groups = groups
+        ctx.transposed = transposed
         return grouped_mm(x, w if transposed else w.mT, groups)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        groups, grad = ctx.groups, grad.contiguous()
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        groups = ctx.groups
+        grad = grad.contiguous()
         w = weight.view(groups.experts, -1, weight.shape[1])
-        dx = grouped_mm(grad, w.mT if ctx.transposed else w, groups)
-        a, b = (x, grad) if ctx.transposed else (grad, x)
-        return dx, accumulate_outer(weight, a, b, groups), None, None
+        if ctx.transposed:
+            dx = grouped_mm(grad, w.mT, groups)
+            return dx, accumulate_outer(weight, x, grad, groups), None, None
+        dx = grouped_mm(grad, w, groups)
+        return dx, accumulate_outer(weight, grad, x, groups), None, None
 
 
 def activate_and_project(
@@ -335,12 +352,16 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
         super().__init__()
-        ep, etp = mesh.ep, mesh.etp
-        h, f = config.hidden_size, config.moe_ffn_size
+        ep = mesh.ep
+        etp = mesh.etp
+        h = config.hidden_size
+        f = config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features must be multiples of {sizes}")
-        self.config, self.mesh, self.name = config, mesh, init.name
+        self.config = config
+        self.mesh = mesh
+        self.name = init.name
         self.act = activation
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]

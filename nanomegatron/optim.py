@@ -47,7 +47,8 @@ class ShardState:
     """
 
     def __init__(self, bucket: Bucket, config: OptimizerConfig, device: torch.device | None = None) -> None:
-        self.bucket, self.config = bucket, config
+        self.bucket = bucket
+        self.config = config
         self.mixed = bucket.dtype != torch.float32
         self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # fp32: a view, no copy
         self.exp_avg = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_dtype])
@@ -94,7 +95,8 @@ class ShardState:
         for kind in sorted({kind for *_, kind in self.segments.ranges}):
             parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
             main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
-            lr, decay = values[kind & DECOUPLED], config.weight_decay if kind & DECAY else 0.0
+            lr = values[kind & DECOUPLED]
+            decay = config.weight_decay if kind & DECAY else 0.0
             adamw_(main, g, (m, v), step, lr, (*self.betas_eps, decay), grad_scale, skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
             if kept.dtype != torch.float32:
@@ -155,7 +157,9 @@ class Optimizer:
         values: list[list[float]],
         updates: ShardUpdates | None = None,
     ) -> None:
-        self.buckets, self.params, self.config = buckets, buckets.params, config
+        self.buckets = buckets
+        self.params = buckets.params
+        self.config = config
         self.updates = updates or ShardUpdates()
         self.shards = [self.updates.state(bucket, config) for bucket in reversed(buckets.all)]
         device = self.params[0].device

@@ -145,7 +145,8 @@ def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False
 
 def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
     """Return the spec of a linear layer's weight `[n, i]` or bias `[n]`, its parts stacked along dim 0."""
-    placed, rows = [], 0
+    placed = []
+    rows = 0
     for part in parts:
         placed.append(replace(part, local_start=rows))
         rows += part.stop - part.start
@@ -271,7 +272,8 @@ def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int 
     On a GPU the matmul itself adds to out, and with beta 0 reads nothing of it; torch has no CPU matmul of
     16-bit inputs that adds to fp32.
     """
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    dy = dy.flatten(0, -2)
+    x = x.flatten(0, -2)
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, out.dtype)
         add_grad(out, dy.to(wide).t() @ x.to(wide), beta)

@@ -63,9 +63,14 @@ class Stages(nn.ModuleList):
     ) -> None:
         """name, group: as for `schedules.schedule`."""
         super().__init__(chunks)
-        self.pp, self.cp, self.links = mesh.pp, mesh.cp, mesh.p2p_links
-        self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
-        self.name, self.group = name, group
+        self.pp = mesh.pp
+        self.cp = mesh.cp
+        self.links = mesh.p2p_links
+        self.config = chunks[0].config
+        self.tp = chunks[0].tp
+        self.vocab_size = chunks[0].vocab_size
+        self.name = name
+        self.group = group
         self.scales: Scales | None = None  # where linear layers are FP8
         self.placed = schedules.placement(name, self.pp.size, len(chunks))
         self.plans: dict[tuple[int, bool], Plan] = {}
@@ -74,7 +79,9 @@ class Stages(nn.ModuleList):
         self.has_loss = self.pp.rank == self.last_rank
         self.is_loss_rank = self.has_loss and self.tp.rank == 0
         weight = next(self.parameters())
-        self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
+        self.dtype = weight.dtype
+        self.device = weight.device
+        self.on_gpu = weight.is_cuda
         self.wgrad_store = WeightGradStore()
         for param in self.parameters():
             param.wgrad_store = self.wgrad_store
@@ -140,7 +147,9 @@ class Inbox:
     """
 
     def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
-        self.links, self.empty, self.ahead = links, empty, ahead
+        self.links = links
+        self.empty = empty
+        self.ahead = ahead
         self.left = Counter(message[:2] for exchange in exchanges for message in exchange.receives)
         self.posted = {link: self._post(link) for link in self.left} if ahead else {}
 
@@ -168,7 +177,9 @@ class Outbox:
     """
 
     def __init__(self, links: Links, most: int) -> None:
-        self.links, self.most, self.in_flight = links, most, defaultdict(deque)
+        self.links = links
+        self.most = most
+        self.in_flight = defaultdict(deque)
 
     def send(self, x: torch.Tensor, message: Message) -> None:
         """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
@@ -187,7 +198,8 @@ class OpRunner:
     """Computes the ops of a rank, and keeps what a later op needs of an earlier one."""
 
     def __init__(self, stages: Stages, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
-        self.stages, self.step = stages, step
+        self.stages = stages
+        self.step = step
         self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
         self.works: dict[tuple[int, int], list] = {}
 
@@ -210,7 +222,8 @@ class OpRunner:
 
     def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
         chunk = self.stages[place[0]]
-        output_grad, input_grad = [], []
+        output_grad = []
+        input_grad = []
         if received is not None:
             leaf = torch.empty(0, requires_grad=True)  # makes autograd record
             chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
@@ -237,7 +250,9 @@ def execute(
     neighbouring stages.
     """
     lists, exchanges = stages.plan(microbatches, forward_only)
-    rank, runner, tracer = stages.pp.rank, OpRunner(stages, step), tracer or NoTracer()
+    rank = stages.pp.rank
+    runner = OpRunner(stages, step)
+    tracer = tracer or NoTracer()
     empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
     inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
     outbox = Outbox(stages.links, most_open(lists[rank]))

@@ -62,7 +62,8 @@ def choose_experts(
     The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
     false for padding, are for variants.
     """
-    config, bias = router.config, router.expert_bias
+    config = router.config
+    bias = router.expert_bias
     sigmoid = config.moe_router_score_function == "sigmoid"
     before = config.moe_router_pre_softmax
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
@@ -139,7 +140,8 @@ class GateFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:  # as a sum of three bf16 parts
             summands = []
             for _ in range(3):
@@ -211,8 +213,11 @@ class Router(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
-        experts, h = config.num_experts, config.hidden_size
-        self.config, self.layer, self.mesh = config, layer, mesh
+        experts = config.num_experts
+        h = config.hidden_size
+        self.config = config
+        self.layer = layer
+        self.mesh = mesh
         # over which tp ranks' tokens differ: without sequence parallelism they are the same
         self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)

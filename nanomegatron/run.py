@@ -79,7 +79,8 @@ class Run:
         if self.stragglers is not None:
             self.stragglers.add(step)
         if numbers.signalled:
-            self.stop, self.preempted = self.signals.cause, True
+            self.stop = self.signals.cause
+            self.preempted = True
         elif numbers.out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
         self.saver.poll(numbers.save_failed, pending=self.pending is not None)
@@ -90,7 +91,8 @@ class Run:
 
     def flush_report(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
-        step, self.pending = self.pending, None
+        step = self.pending
+        self.pending = None
         self.report(step)
         if self.reporter is not None:
             self.reporter.energy.pause()
@@ -111,7 +113,8 @@ class Run:
     def ends_by_signal(self) -> bool:
         """Whether any rank has to stop; if so, sets `stop`. All-reduces a number over world; waits."""
         if not self.preempted and self.signals.anywhere(self.mesh):
-            self.stop, self.preempted = self.signals.cause, True
+            self.stop = self.signals.cause
+            self.preempted = True
         return self.preempted
 
 

@@ -98,7 +98,8 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
     rank 1  .   F0  F1  .   .   BW0==== F2  BW1==== F3  BW2==== .   BW3====
     rank 2  .   .   F0  BW0==== F1  BW1==== F2  BW2==== F3  BW3====
     """
-    ahead, n = stages - 1 - rank, max(microbatches, stages)
+    ahead = stages - 1 - rank
+    n = max(microbatches, stages)
     return "F0 ".split() * ahead + "F0 BW0".split() * (n - ahead) + ["BW0"] * ahead
 
 
@@ -137,7 +138,8 @@ def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
     rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     rank 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
-    ahead, n = stages - 1 - rank, max(microbatches, stages)
+    ahead = stages - 1 - rank
+    n = max(microbatches, stages)
     order = "F0 " * ahead + "F0 B0 " * rank + "F0 B0 W0 " * (n - stages + 1) + "B0 W0 " * ahead + "W0 " * rank
     return order.split()
 
@@ -148,7 +150,8 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
     rank 0  F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a
     rank 1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
     """
-    p, n = stages, max(microbatches, 2 * stages - 1)
+    p = stages
+    n = max(microbatches, 2 * stages - 1)
     start = "F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 B1 W1 " * (p - rank)
     steady = "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + 1 + rank) + "B0 W0 F1 B1 W1 " * (p - 1 - rank)
     return (start + steady + "B0 B1 " * rank + "B0 W0 " * (p - rank) + "W1 " * rank + "W0 " * rank).split()
@@ -228,7 +231,8 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
     Raises ValueError if an op uses a message that is never sent, or no op uses one that is sent.
     """
     rank_of = owners(placed)
-    links, early = defaultdict(deque), set()
+    links = defaultdict(deque)
+    early = set()
 
     def message(op: Op, stage: int) -> Message | None:
         """The message to `stage` from the one before it (F) or after it (B); None if on the same rank."""
@@ -237,7 +241,8 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
             return None
         return Message(*ends, op.kind[0], stage, op.microbatch)
 
-    uses, sends = [], []  # by rank and op
+    uses = []  # by rank and op
+    sends = []
     for ops, stages in zip(lists, placed):
         uses.append([message(op, stages[op.chunk]) for op in ops])
         sends.append([message(op, stages[op.chunk] + STEP[op.kind]) for op in ops])
@@ -281,10 +286,12 @@ def simulate(
     costs = {"F": 1, "B": 1, "W": 1} | dict(costs or {})
     costs.setdefault("BW", costs["B"] + costs["W"])
     rank_of = owners(placed)
-    done, runs = {}, [[] for _ in lists]
+    done = {}
+    runs = [[] for _ in lists]
     moved = True
     while moved:
-        moved, waiting = False, []
+        moved = False
+        waiting = []
         for rank, (ops, run) in enumerate(zip(lists, runs)):
             while len(run) < len(ops):
                 op = ops[len(run)]

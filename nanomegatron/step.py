@@ -119,7 +119,8 @@ def empty_unused_memory(run: Run, level: int) -> None:
 def warm_up_step(run: Run) -> None:
     """Run a microbatch through each chunk without messages, and discard its gradients. See pp.warm_up."""
     data = run.config.data
-    batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
+    batches = [run.loaders[0].get(run.consumed_samples)]
+    total = torch.zeros((), device=run.mesh.device)
     run.grads.zero(1)
     step = forward_step(run, batches, token_count(run, batches), total)
     warm_up(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))

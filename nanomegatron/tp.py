@@ -96,8 +96,10 @@ class LinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias  # hooks on saved tensors may lose `bucket`
-        ctx.axis, ctx.comm = axis, comm
+        ctx.weight = weight  # hooks on saved tensors may lose `bucket`
+        ctx.bias = bias
+        ctx.axis = axis
+        ctx.comm = comm
         x = all_gather(x, axis) if comm == "gather" else x
         if x.is_cuda and comm in ("copy", "gather"):
             return F.linear(x, weight, bias)
@@ -111,7 +113,9 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
+        weight = ctx.weight
+        axis = ctx.axis
+        comm = ctx.comm
         gathers_later = comm == "gather" and is_deferred(weight)
         gathered = Pending(x)
         if comm == "gather" and not gathers_later:
@@ -163,7 +167,8 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         self.skip_bias_add = skip_bias_add
         sizes = output_size if isinstance(output_size, dict) else {"": output_size}
         self.sizes = {part: size if isinstance(size, tuple) else (size, 1) for part, size in sizes.items()}
@@ -213,7 +218,8 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         if input_size % tp.size:
             raise ValueError(f"{init.name}: {input_size} input features must be a multiple of tp {tp.size}")
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
@@ -263,13 +269,19 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, table, first, scale, positions, places, cut):
         ctx.save_for_backward(ids, places)
-        ctx.table, ctx.positions = table, positions
-        ctx.how = first, scale, cut
+        ctx.table = table
+        ctx.positions = positions
+        ctx.first = first
+        ctx.scale = scale
+        ctx.cut = cut
         return lookup(ids, table, first, scale, positions, places)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (ids, places), (first, scale, cut) = ctx.saved_tensors, ctx.how
+        ids, places = ctx.saved_tensors
+        first = ctx.first
+        scale = ctx.scale
+        cut = ctx.cut
 
         def write_words(out: torch.Tensor, beta: int) -> None:
             add_word_grad_(out, ids, grad if scale == 1 else grad * scale, first, beta)
@@ -300,7 +312,8 @@ class VocabParallelEmbedding(nn.Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         spec = vocab_spec(f"{init.name}.weight", (vocab_size, padded_size), hidden_size, tp)
         self.weight = new_parameter(spec, init) if weight is None else weight
 
@@ -311,10 +324,13 @@ class VocabParallelEmbedding(nn.Module):
         positions: torch.Tensor | None = None,
         places: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        first, cut = self.tp.rank * self.weight.shape[0], self.sequence_parallel and self.training
-        given = ids, self.weight, first, scale, positions, places, self.tp if cut else Axis.single()
-        x = EmbeddingFunction.apply(*given)
-        return scatter_seq(x, self.tp) if cut else reduce_from(x, self.tp)
+        first = self.tp.rank * self.weight.shape[0]
+        sequence_sharded = self.sequence_parallel and self.training
+        sliced = self.tp if sequence_sharded else Axis.single()
+        x = EmbeddingFunction.apply(ids, self.weight, first, scale, positions, places, sliced)
+        if sequence_sharded:
+            return scatter_seq(x, self.tp)
+        return reduce_from(x, self.tp)
 
 
 def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
