@@ -4,6 +4,7 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
+from nanomegatron.config.cli import to_toml
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.signals import preempted
 from nanomegatron.flops import bits_per_byte
@@ -52,12 +53,14 @@ def evaluate(run: Run, split: str = "validation") -> None:
     loss = loss / max(tokens, 1)
     length = run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
-    run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)
+    run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples, config.run.eval_iters)
     run.evaluated = run.iteration
 
 
 def evaluate_only(run: Run) -> int:
     """--eval-only: evaluate the loaded model on validation and test data; return the exit code."""
+    if run.mesh.rank == 0:
+        run.log.replace("eval.toml", to_toml(run.config))  # config.toml is of a run that trains here
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:

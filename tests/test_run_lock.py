@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron.config.cli import ConfigError
+from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.faults import lock as run_lock
 from nanomegatron.faults.exit import SAVE_FAILED
 from nanomegatron.faults.lock import LOCK, lock, settings_in
@@ -71,7 +71,12 @@ def test_one_run_at_a_time(corpus, tmp_path):  # noqa: F811
     threading.Timer(0.3, dying.close).start()
     assert [code for code, _ in run_spmd(run_there, 2, argv, str(tmp_path))] == [train.DONE] * 2
     with lock(folder / "ckpt", "--save"):  # which an evaluation only reads
+        trained = (folder / "config.toml").read_text()
         assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path))[0][0] == train.DONE
+    assert (folder / "config.toml").read_text() == trained
+    assert from_toml((folder / "eval.toml").read_text()).run.eval_only
+    assert read_jsonl(folder / "evals.jsonl")[-1]["batches"] == 1
+    assert read_status(folder / "status.json", print)["checkpoint"] == "runs/test/ckpt"
 
 
 def test_a_file_system_without_locks(monkeypatch, tmp_path):

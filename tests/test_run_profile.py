@@ -61,7 +61,7 @@ def mesh() -> Mesh:
 def test_steps_from_start_to_before_end(mesh, tmp_path, first, last, expected):
     run = RunConfig(profile=True, profile_step_start=3, profile_step_end=5, profile_ranks=(0,))
     first_line, *said = steps(mesh, tmp_path, first, last, run)
-    assert f"steps 3 to 4: {tmp_path}/profile-rank0.json" in first_line
+    assert f"will record steps 3 to 4: {tmp_path}/profile-rank0.json" in first_line
     path = tmp_path / "profile-rank0.json"
     assert (recorded(path) if path.exists() else None) == expected
     assert len(said) == (expected is not None) and all(str(path) in line for line in said)
@@ -90,7 +90,7 @@ def test_a_run_is_profiled_and_drawn(tmp_path):
         "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 4 --hidden-size 32 "
         "--num-attention-heads 4 --seq-length 32 --global-batch-size 4 --train-iters 4 --eval-iters 0 --pp 2 "
         "--vpp 2 --device cpu --run-name test --profile --profile-step-start 2 --profile-step-end 3 "
-        "--profile-ranks 1 --trace-dir pictures --trace-iterations 2 4 --timing-log-level 2 --log-interval 1"
+        "--profile-ranks 1 --trace-dir pictures --trace-iterations 2 4 --timing-log-level 2 --log-interval 3"
     )
     assert run_spmd(train_there, 2, argv.split(), str(tmp_path)) == [train.DONE] * 2
     for iteration in (2, 4):
@@ -102,6 +102,8 @@ def test_a_run_is_profiled_and_drawn(tmp_path):
     assert len(list((tmp_path / "pictures").glob("*.json"))) == 2
     assert [path.name for path in (tmp_path / "runs/test").glob("profile-*")] == ["profile-rank1.json"]
     log = (tmp_path / "runs/test/log.txt").read_text()
+    assert log.count("/       4 | consumed") == 3
+    assert log.count("(min, max) time across ranks") == 3, "below each line"
     assert (
         log.count("bubble") == 4
         and "backward-compute" in log

@@ -195,13 +195,13 @@ def load_checkpoint(run: Run) -> None:
     if run.model.scales is not None:
         load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
-    run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
+    word = {True: "loaded ", False: "resumed"}[run.config.run.eval_only]
+    run.log.line(f"{word} {root}, step {loaded.iteration}{how}")
     before, now = loaded.state.get("circumstances", {}), environment_info(run)
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
-    if not run.config.run.eval_only:
-        run.log.status("running", iteration=run.iteration, checkpoint=root)
+    run.log.status("running", iteration=run.iteration, checkpoint=root)
 
 
 def note_new_schedule(run: Run) -> None:

@@ -49,7 +49,9 @@ class Signals:
         self, log: RunLog | None = None, file: str | None = None, locks: Locks | None = None
     ) -> None:
         """Install the handlers if there is a log; the second signal writes its status there."""
-        self.count, self.first = 0, 0.0
+        self.count = 0
+        self.name = "a signal"  # another rank's
+        self.first = 0.0
         self.log, self.locks = log, locks or Locks()
         self.file = Path(file) if log and log.is_main and file else None
         if log is None:
@@ -61,9 +63,10 @@ class Signals:
             if self.count and now - self.first < ECHO:
                 return
             self.count += 1
+            self.name = signal.Signals(number).name
             if self.count > 1:
-                name = signal.Signals(number).name
-                why = f"left at once by a second signal, {name}; the same command resumes from the last save"
+                why = f"left at once by a second signal, {self.name}"
+                why += "; the same command resumes from the last save"
                 log.status("failed", exit_code=128 + number, message=why)
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
@@ -89,7 +92,7 @@ class Signals:
         """Why the run ends, for the log of rank 0, once any rank has asked for it."""
         if self.lost():
             return "the loss of a folder"
-        return f"--exit-on-preemption-file {self.file}" if self.asked and not self.count else "a signal"
+        return f"--exit-on-preemption-file {self.file}" if self.asked and not self.count else self.name
 
     def anywhere(self, mesh: Mesh) -> bool:
         """Return whether any rank has to stop the run. All-reduces a number over world; the host waits."""

@@ -2,6 +2,7 @@
 
     runs/latest            a link to the newest run's folder
     runs/NAME/config.toml  its settings; config-to-N.toml: other ones it had up to iteration N
+              eval.toml      those of --eval-only
               log.txt        rank 0's console, with Megatron's log line instead of the table
               log.R.txt      the lines of rank R, if it writes any
               hang.R.txt     its stacks, if the run has hung (faults/watchdog.py)
@@ -259,17 +260,25 @@ class RunLog:
         self._scalars(tags, record)
 
     def evaluation(
-        self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
+        self,
+        iteration: int,
+        split: str,
+        loss: float,
+        bpb: float | None = None,
+        samples: int | None = None,
+        batches: int | None = None,
     ) -> None:
         """Record an evaluation on "validation" or "test" data: Megatron's box in the log, and a console line.
 
-        loss: in nats per token; bpb: in bits per byte of text, if known; samples: consumed so far.
+        loss: in nats per token; bpb: in bits per byte of text, if known; samples: consumed so far; batches:
+        the number evaluated.
         """
         if not self.is_main:
             return
         ppl = math.exp(min(20, loss))
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
         record["consumed_samples"] = samples
+        record["batches"] = batches
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
             evals.put(record, ("iteration", "split"))

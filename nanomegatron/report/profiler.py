@@ -39,7 +39,7 @@ class Profile:
         if run.profile:
             steps = f"steps {run.profile_step_start} to {run.profile_step_end - 1}"
             files = ", ".join(str(self.path(rank)) for rank in run.profile_ranks)
-            log.line(f"profile {steps}: {files}")
+            log.line(f"profile will record {steps}: {files}")
 
     def path(self, rank: int) -> Path:
         """The file of a rank's trace."""
