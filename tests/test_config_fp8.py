@@ -11,6 +11,7 @@ from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.help import help_text
 from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, PrecisionConfig
+from nanomegatron.fp8 import RECIPES
 from tests.test_config_reuse import full_name
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -69,7 +70,7 @@ WRONG = """
 --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 | 1 | --fp8-recipe mxfp8: | Blackwell GPU; use blockwise
 --bf16 --fp8-format e4m3 --fp8-recipe custom | 1 | --fp8-recipe custom: there are no recipes from outside
 --bf16 --fp8-format e4m3 --fp8-recipe delay | 1 | --fp8-recipe delay: must be one of | mean delayed?
---bf16 --fp8-quantizer-factory x.y | 1 | --fp8-quantizer-factory: | not here; --fp8-recipe delayed
+--bf16 --fp8-quantizer-factory x.y | 1 | --fp8-quantizer-factory: | not here; --fp8-recipe, or a class of fp8.py
 --bf16 --fp8-output-proj | 1 | --fp8-output-proj: needs --fp8-format
 """
 # the same behind GOOD --bf16 --fp8-format hybrid
@@ -202,7 +203,8 @@ def test_megatrons_other_spellings():
     assert parsed.errors == () and parsed.notes[0] == "--fp8-interval: not needed here"
     assert parsed.config == config_of(f"{FP8} --no-fp8-wgrad")
     text = " ".join(help_text().split())
-    assert "--fp8-format " in text and "[delayed, tensorwise, rowwise, blockwise]; default delayed" in text
+    assert "--fp8-format " in text
+    assert f"[{', '.join(RECIPES)}]; default delayed" in text
 
 
 def test_the_flags_of_megatrons_example():

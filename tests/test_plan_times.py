@@ -117,6 +117,12 @@ def test_clusters_by_name(name, gpu):
     assert load_cluster(name).gpu == gpu
 
 
+def test_a_recipe_without_a_rate_is_as_fast_as_tensorwise():
+    h100 = load_cluster("h100")
+    assert h100.matmul(8192, 4096, 4096, "pow2") == h100.matmul(8192, 4096, 4096, "tensorwise")
+    assert h100.matmul(8192, 4096, 4096, "pow2") < h100.matmul(8192, 4096, 4096)
+
+
 def test_what_is_no_cluster(tmp_path):
     with pytest.raises(ValueError, match="cluster abacus: must be a TOML file or one of .*h100"):
         load_cluster("abacus")

@@ -26,7 +26,7 @@ from nanomegatron.config.rules import common, setting
 MOST_ITERS, MOST_SEQUENCES = 2 * 10**7, 2**24  # per run (`samples_before` lists all iterations); per batch
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
-    "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
+    "custom": "there are no recipes from outside; use one of these, or add a class to fp8.py",
 }
 RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
