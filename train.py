@@ -60,12 +60,12 @@ from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
-from nanomegatron.flops import parameter_count
 from nanomegatron.generate import show_sample
 from nanomegatron.launch import hold_signals, launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
 from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog

@@ -42,7 +42,6 @@ from nanomegatron.fast.offload import host_state
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
-from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Scales, recipe_of
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
@@ -52,6 +51,7 @@ from nanomegatron.model import GPTModel, Stage
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
+from nanomegatron.plan.flops import stage_layers
 from nanomegatron.pp import Stages, execute
 from nanomegatron.router import Router
 from nanomegatron.schedules import placement

@@ -7,8 +7,8 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.cli import to_toml
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.signals import preempted
-from nanomegatron.flops import bits_per_byte
 from nanomegatron.model import GPTModel
+from nanomegatron.plan.flops import bits_per_byte
 from nanomegatron.pp import execute
 from nanomegatron.run import Run
 from nanomegatron.step import empty_unused_memory, forward_microbatch, step_batches

@@ -10,7 +10,7 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.verify import verify_pair
-from nanomegatron.flops import bits_per_byte
+from nanomegatron.plan.flops import bits_per_byte
 from tests.megatron_data import random_documents, write
 from tests.test_train import MODEL
 

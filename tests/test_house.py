@@ -21,13 +21,13 @@ TODAY = """
 checkpoint          2598          105            137      33      29      30
 commands            1125           44             81      30      11      21
 config              2386          113            138      10      44      49
-core                3309           56            187      46      14      48
+core                3251           49            169      46      14      48
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
 faults               900           43             41       2       4      15
 ops                 1758           93            152      86       2      24
-plan                1159           87             88      13       7      27
+plan                1217           94            106      13       7      27
 programs             770           20             46       1      16      10
 report              1509           71             69       7      12      16
 variants             186            2              3       0       0       2
@@ -40,7 +40,7 @@ variants             186            2              3       0       0       2
 RANKS = """
 schedules batch
 config/
-flops faults.attempt core
+plan.flops faults.attempt core
 mesh lr_schedule ops/ plan/
 comm launch
 param

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from nanomegatron import flops as metrics
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.flops import CONVENTIONS, bits_per_byte, flops_per_iteration, parameter_count
+from nanomegatron.plan import flops as metrics
+from nanomegatron.plan.flops import CONVENTIONS, bits_per_byte, flops_per_iteration, parameter_count
 from nanomegatron.plan.gpus import device_peak
 
 LLAMA = dict(
@@ -169,6 +169,6 @@ def test_bits_per_byte():
 
 
 def test_no_torch_is_needed_to_count():
-    code = "import sys, nanomegatron.flops, nanomegatron.report.log; print('torch' in sys.modules)"
+    code = "import sys, nanomegatron.plan.flops, nanomegatron.report.log; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -17,7 +17,6 @@ from nanomegatron.fast.fp8_producers import quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
-from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import cross_entropy
@@ -26,6 +25,7 @@ from nanomegatron.param import Init
 from nanomegatron.plan import fast as plan_fast
 from nanomegatron.plan import gradients as plan_gradients
 from nanomegatron.plan import memory as plan_memory
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes
 from nanomegatron.plan.memory import describe_memory, memory
 from nanomegatron.pp import Stages

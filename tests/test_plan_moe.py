@@ -7,10 +7,10 @@ import torch
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import Sizes
 from nanomegatron.plan.memory import expert_weights, memory
 from tests.test_plan import CPU, CUDA, LLAMA, bytes_kept, config

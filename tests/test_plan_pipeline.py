@@ -16,9 +16,9 @@ from nanomegatron.batch import Batch
 from nanomegatron.build import build, install, paths_for
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import stage_layers
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.plan.flops import stage_layers
 from nanomegatron.plan.layer import Sizes
 from nanomegatron.plan.memory import (
     ChunkMemory,

@@ -11,7 +11,7 @@ from benchmarks.table import RESULTS, follow, load
 from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
 from nanomegatron.config.settings import Config, padded_vocab_size
-from nanomegatron.flops import flops_per_iteration
+from nanomegatron.plan.flops import flops_per_iteration
 from nanomegatron.plan.gpus import device_peak
 from tests.plan_rows import SECONDS, SPEC, Row, every_row, rows
 

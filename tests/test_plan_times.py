@@ -6,9 +6,9 @@ import pytest
 
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import parse
-from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import CLUSTERS, load_cluster
 from nanomegatron.plan.fast import ring_buffers
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.plan.room import Planned

@@ -19,11 +19,11 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import stage_layers
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
+from nanomegatron.plan.flops import stage_layers
 from nanomegatron.pp import Stages, execute, warm_up
 from tests.spmd import run_spmd, spmd
 

@@ -10,7 +10,7 @@ from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.config.help import PRESETS
 from nanomegatron.config.settings import Config
-from nanomegatron.flops import parameter_count
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory
 

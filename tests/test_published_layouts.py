@@ -10,7 +10,7 @@ from benchmarks.table import RESULTS
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.config.settings import Config
-from nanomegatron.flops import flops_per_iteration, parameter_count
+from nanomegatron.plan.flops import flops_per_iteration, parameter_count
 from nanomegatron.plan.gpus import device_peak
 
 ROWS = json.loads((RESULTS / "published-layouts.json").read_text(encoding="utf-8"))["rows"]

@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))  # run as a file, it finds the package of its own 
 
 from nanomegatron.config.check import resolve  # noqa: E402
 from nanomegatron.config.cli import parse  # noqa: E402
-from nanomegatron.flops import flops_per_iteration  # noqa: E402
 from nanomegatron.plan.cluster import load_cluster  # noqa: E402
+from nanomegatron.plan.flops import flops_per_iteration  # noqa: E402
 from nanomegatron.plan.layer import Machine  # noqa: E402
 from nanomegatron.plan.room import Planned  # noqa: E402
 from nanomegatron.plan.step_time import StepTime, padded_vocab, step_time  # noqa: E402

@@ -27,9 +27,9 @@ from nanomegatron.config.help import CommandParser, did_you_mean
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
-from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import CLUSTERS, Cluster, load_cluster
 from nanomegatron.plan.draw import text_bars
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanomegatron.config.settings import Config, TransformerConfig
-from nanomegatron.flops import flops_per_iteration
+from nanomegatron.plan.flops import flops_per_iteration
 
 # How much longer a FLOP of attention takes than one of a matmul: on an H200 torch's flash attention reaches
 # 290 TFLOP/s of 650, and computes seven products where six are counted.

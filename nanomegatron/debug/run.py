@@ -27,11 +27,11 @@ from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference,
 from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
 from nanomegatron.debug.hf import HfRecorder
 from nanomegatron.debug.record import Recorder
-from nanomegatron.flops import parameter_count
 from nanomegatron.launch import launch, one_thread_if_small
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.pp import Stages, execute
 from nanomegatron.report.counters import ExpertLoad
 from nanomegatron.router import move_expert_biases

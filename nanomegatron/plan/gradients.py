@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from nanomegatron.config.settings import Config
-from nanomegatron.flops import expert_parameters, layer_matmul_parameters
+from nanomegatron.plan.flops import expert_parameters, layer_matmul_parameters
 from nanomegatron.plan.layer import Sizes
 
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: zero2.IN_FLIGHT

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
-from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.plan.fast import fused_loss, layer_graphs, piece_buffers, ring_buffers
+from nanomegatron.plan.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.plan.gradients import ParamGroup, in_backward, in_the_end
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule

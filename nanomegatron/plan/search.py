@@ -26,8 +26,8 @@ from nanomegatron.config.cli import ConfigError, Parsed, build_config
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import spelled, values_of
 from nanomegatron.config.settings import Config
-from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import Cluster
+from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory
 from nanomegatron.plan.room import Planned

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config, padded_vocab_size
-from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.cluster import Cluster
+from nanomegatron.plan.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.plan.gradients import REDUCTIONS
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of

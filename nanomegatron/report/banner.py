@@ -17,11 +17,11 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import parameter_count, stage_layers
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import describe_kernels
+from nanomegatron.plan.flops import parameter_count, stage_layers
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import chunks_kept, describe_memory, memory_of_ranks
 from nanomegatron.plan.room import Planned, check_room

@@ -16,9 +16,9 @@ import torch
 
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.mesh import Mesh, Traffic
 from nanomegatron.optim import StepStats
+from nanomegatron.plan.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.pp import Stages
 from nanomegatron.report.banner import local_ranks
