@@ -54,6 +54,7 @@ from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, repor
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
 from nanomegatron.faults.history import check_history, is_done
+from nanomegatron.faults.launch import hold_signals, launch
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
@@ -61,7 +62,6 @@ from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, 
 from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.generate import show_sample
-from nanomegatron.launch import hold_signals, launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init

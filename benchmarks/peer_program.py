@@ -20,7 +20,7 @@ from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.faults.exit import BAD_CONFIG, DONE
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.steps import peak_memory, rates
 from nanomegatron.report.timers import Clock

@@ -10,7 +10,7 @@
 A body whose first argument is called `world` gets the bare `World` instead and builds what it likes. The
 other arguments come from pytest (parameters, fixtures) and travel to the ranks, so they must be picklable.
 
-Ranks start from the fork server of `launch.py` in milliseconds, meet through a file in a temporary
+Ranks start from the fork server of `faults/launch.py` in milliseconds, meet through a file in a temporary
 folder on the loopback interface (nothing to clash with), and compute with one thread. Each leaves its
 result or its traceback in that folder; a rank still running at the timeout leaves its threads' stacks.
 Where several ranks fail, the lowest speaks, unless all it can tell is that a peer went away. Of several
@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from nanomegatron import launch as mesh_launch
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.launch import launch
+from nanomegatron.faults import launch as mesh_launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 
 SHORT = {

@@ -15,7 +15,7 @@ import pytest
 import train
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import build_tokenizer
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.megatron_data import write
 from tests.test_preprocess import BYTES, ROOT, group_lives, jsonl, run

@@ -10,8 +10,8 @@ import train
 from nanomegatron.checkpoint.folder import folders
 from nanomegatron.faults.alive import repeat_step, why_dead
 from nanomegatron.faults.exit import BAD_STEPS
+from nanomegatron.faults.launch import launch
 from nanomegatron.faults.streak import FILE
-from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
 from tests.checkpoints import fast_ones

@@ -22,7 +22,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError, rectangles
 from nanomegatron.comm import barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard, stacked
 from tests import toy

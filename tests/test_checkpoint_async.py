@@ -20,7 +20,7 @@ from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.comm import any_rank
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.settings import CheckpointConfig
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 from tests.checkpoints import ALONE, cuts, expect_newest, save_alone, save_by_rank, two_by_two
 from tests.spmd import run_spmd

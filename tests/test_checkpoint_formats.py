@@ -15,7 +15,7 @@ from nanomegatron.checkpoint.checkpoint import SaveError, load, save
 from nanomegatron.checkpoint.files import DTYPES, Piece
 from nanomegatron.checkpoint.folder import Retention
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh
 from tests.checkpoints import (
     ALONE,

@@ -11,7 +11,7 @@ from nanomegatron.checkpoint import folder as checkpoint_folder
 from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.folder import LATEST, NON_PERSISTENT, Retention, folders
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.checkpoints import ALONE, cuts, die_at, expect_newest, save_alone
 

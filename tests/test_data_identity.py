@@ -18,7 +18,7 @@ from nanomegatron.data import identity
 from nanomegatron.data.gpt_dataset import MockGPTLowLevelDataset, build_datasets
 from nanomegatron.data.identity import data_changes, data_identity, sampled_hash
 from nanomegatron.data.tokenizer import build_tokenizer
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.megatron_data import random_documents, write
 from tests.spmd import run_spmd

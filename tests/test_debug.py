@@ -19,7 +19,7 @@ from nanomegatron.debug.layouts import flags_of
 from nanomegatron.debug.record import module_names
 from nanomegatron.debug.run import SEEDS, first_difference, record_rank
 from nanomegatron.faults.health import BadSteps
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.layouts import TWO_STEPS
 from tests.spmd import run_spmd, start_fork_server

@@ -5,7 +5,7 @@ import pytest
 from nanomegatron.attention import SelfAttention
 from nanomegatron.config.cli import parse
 from nanomegatron.debug.run import SEEDS, first_difference, record_rank
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.hf_models import Folders
 from tests.spmd import start_fork_server

@@ -14,7 +14,7 @@ import train
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse, to_toml
 from nanomegatron.config.run_folder import resumed, with_run_name
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
 from tests.megatron_data import write

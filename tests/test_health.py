@@ -17,7 +17,7 @@ from nanomegatron.checkpoint.checkpoint import latest
 from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.faults import FaultConfig
 from nanomegatron.faults.health import FEWEST, LAG, BadSteps, Health
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.optim import FLOAT_MAX
 from nanomegatron.report.log import RunLog

@@ -21,11 +21,11 @@ TODAY = """
 checkpoint          2598          105            137      33      29      30
 commands            1125           44             81      30      11      21
 config              2386          113            138      10      44      49
-core                3251           49            169      46      14      48
+core                3086           48            166      45      13      47
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
-faults               900           43             41       2       4      15
+faults              1065           44             44       3       5      16
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
 programs             770           20             46       1      16      10
@@ -42,7 +42,7 @@ schedules batch
 config/
 plan.flops faults.attempt core
 mesh lr_schedule ops/ plan/
-comm launch
+comm faults.launch
 param
 tp dp cp router fp8 recompute
 layers moe fp8_linear zero2 optim data/

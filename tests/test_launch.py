@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import train
-from nanomegatron import launch as mesh_launch
-from nanomegatron.launch import launch, take_signals
+from nanomegatron.faults import launch as mesh_launch
+from nanomegatron.faults.launch import launch, take_signals
 from nanomegatron.mesh import World
 from nanomegatron.report.log import LOST_PEER
 from tests.test_mesh import ROOT, alive, wait_until
@@ -77,7 +77,7 @@ import os, sys
 from pathlib import Path
 with open(os.environ["IMPORTED"], "a") as file:
     print(os.getpid(), file=file)
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from tests.test_mesh import write_pid_and_sleep
 
 def rank(world, folder):
@@ -101,7 +101,7 @@ KINDS = """
 import sys
 from functools import partial
 from runner import rank
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 
 def more(by, number):
     return number + by

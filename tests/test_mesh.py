@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanomegatron import launch as mesh_launch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.launch import launch
+from nanomegatron.faults import launch as mesh_launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World, axis_groups, link_ends, pick_device
 from tests.spmd import run_spmd, spmd
 
@@ -313,7 +313,7 @@ def started_launcher(worker, folder, *before):
     """
     script = folder / "run.py"
     script.write_text(
-        f"import sys\nfrom nanomegatron.launch import launch\nfrom tests.test_mesh import {worker}\n"
+        f"import sys\nfrom nanomegatron.faults.launch import launch\nfrom tests.test_mesh import {worker}\n"
         f"if __name__ == '__main__':\n    print(*launch({worker}, 2, (sys.argv[1],)))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}

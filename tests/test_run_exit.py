@@ -9,10 +9,10 @@ import time
 import pytest
 
 import train
-from nanomegatron import launch as mesh_launch
+from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.exit import name_culprit
+from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import lock
-from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report import log as metrics_log
 from nanomegatron.report.status import write_status

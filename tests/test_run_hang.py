@@ -15,10 +15,10 @@ import torch
 
 import train
 from nanomegatron import comm
-from nanomegatron import launch as mesh_launch
 from nanomegatron.config.settings import Config, ParallelConfig
+from nanomegatron.faults import launch as mesh_launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.faults.watchdog import SILENT, Standstill, Watchdog, blame
-from nanomegatron.launch import launch
 from nanomegatron.mesh import Axis, Mesh, Traffic, World
 from nanomegatron.report.log import RunLog
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)

@@ -11,7 +11,7 @@ import pytest
 import train
 from nanomegatron.checkpoint.folder import LATEST, folders
 from nanomegatron.faults.exit import NO_CHECKPOINT
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.report.writers import read_jsonl, replace_file
 from tests.test_train import arguments, corpus, output_of, run_and_die  # noqa: F401 (a fixture)
 

@@ -15,8 +15,8 @@ import train
 from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.faults import lock as run_lock
 from nanomegatron.faults.exit import SAVE_FAILED
+from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import LOCK, lock, settings_in
-from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import train
+from nanomegatron.faults.launch import launch
 from nanomegatron.faults.replicas import differing, fingerprint
-from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 

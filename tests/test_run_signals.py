@@ -10,7 +10,7 @@ import pytest
 
 import train
 from nanomegatron.checkpoint import resume
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)

@@ -22,7 +22,7 @@ from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.banner import expected_first_loss
 from nanomegatron.report.log import RunLog

@@ -14,7 +14,7 @@ from nanomegatron import evaluate
 from nanomegatron import generate as run_sample
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)

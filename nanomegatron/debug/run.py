@@ -27,7 +27,7 @@ from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference,
 from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
 from nanomegatron.debug.hf import HfRecorder
 from nanomegatron.debug.record import Recorder
-from nanomegatron.launch import launch, one_thread_if_small
+from nanomegatron.faults.launch import launch, one_thread_if_small
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal

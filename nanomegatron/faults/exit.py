@@ -12,11 +12,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.early import tell_torchrun
 from nanomegatron.config.user_files import escaped
+from nanomegatron.faults import launch
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import FolderLost, lock
 from nanomegatron.faults.signals import PREEMPTED

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
+from nanomegatron.faults.launch import ECHO, passed_on, take_signals
 from nanomegatron.faults.lock import FolderLost, Held, Locks
-from nanomegatron.launch import ECHO, passed_on, take_signals
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 

@@ -31,7 +31,7 @@ from safetensors.numpy import load_file
 
 import train
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
-from nanomegatron.launch import start_fork_server, take_signals
+from nanomegatron.faults.launch import start_fork_server, take_signals
 from tests.faults.hooks import Hooks, rank_of_case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.launch import launch
+from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nanomegatron import launch as launcher
-from nanomegatron.launch import launch
+from nanomegatron.faults import launch as launcher
+from nanomegatron.faults.launch import launch
 from tests.gpu.ranks import needs_two
 from tests.spmd import run_spmd
 from tests.test_run_hang import hanging

@@ -16,8 +16,8 @@ from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.faults.launch import launch
 from nanomegatron.fp8 import Rowwise, Scales
-from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm

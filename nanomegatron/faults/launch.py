@@ -140,7 +140,7 @@ def _context(worker: Callable[..., int]) -> multiprocessing.context.BaseContext:
     try:
         context = multiprocessing.get_context("forkserver")
         with _chdir_to_sources(worker):
-            start_fork_server(["nanomegatron.launch", worker.__module__])
+            start_fork_server(["nanomegatron.faults.launch", worker.__module__])
     except (ValueError, ImportError):
         with _blocked():
             resource_tracker.ensure_running()
