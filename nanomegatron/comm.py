@@ -65,15 +65,18 @@ class Pending:
     """
 
     def __init__(self, result: Any, works: Sequence = (), sent: Sequence = (), call: Call | None = None):
-        self.result, self.call = result, call
-        self.works, self.sent = works, sent
+        self.result = result
+        self.works = works
+        self.sent = sent
+        self.call = call
 
     def wait(self) -> Any:
         """Wait, and return the result; a second call returns immediately."""
         with self.call.axis.traffic.wait(self.call) if self.works and self.call else nullcontext():
             for work in self.works:
                 work.wait()
-        self.works, self.sent = (), ()
+        self.works = ()
+        self.sent = ()
         return self.result
 
     @property
@@ -126,8 +129,8 @@ def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
     """Begin to send x `[...]` to the next rank of the axis and to receive the previous rank's, the result."""
     if axis.size == 1:
         return Pending(x)
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    return start_messages([(x, axis.rank + 1)], [(out, axis.rank - 1)], out, axis)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return start_messages([(x.contiguous(), axis.rank + 1)], [(out, axis.rank - 1)], out, axis)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
@@ -147,7 +150,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
     if axis.size == 1:
         return Pending(x if out is None else out)
     x = x.contiguous()
-    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
     call = count_traffic(axis, "all_gather", out)
     return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x], call)
 
@@ -164,7 +167,7 @@ def start_reduce_scatter(
     _check_divides(x, axis, 0)
     call = count_traffic(axis, "reduce_scatter", x)
     x = x.contiguous()
-    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
     return Pending(out, [work], [x], call)
 
@@ -186,7 +189,7 @@ def start_all_to_all(
     x = x.contiguous()
     call = count_traffic(axis, "all_to_all", x)
     received = x.shape[0] if receive is None else sum(receive)
-    out = x.new_empty(max(received, rows), *x.shape[1:])
+    out = x.new_empty((max(received, rows), *x.shape[1:]))
     work = dist.all_to_all_single(out[:received], x, receive, send, group=axis.group, async_op=True)
     return Pending(out, [work], [x], call)
 
@@ -289,21 +292,23 @@ def _same(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _exchange(x: torch.Tensor, axis: Axis, *rows: list[int]) -> torch.Tensor:
-    return start_all_to_all(x, axis, *rows).wait()
+def _exchange(
+    x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    return start_all_to_all(x, axis, send, receive).wait()
 
 
-def _exchange_back(grad: torch.Tensor, axis: Axis, *rows: list[int]) -> torch.Tensor:
-    return _exchange(grad, axis, *reversed(rows))
+def _exchange_back(
+    grad: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    return _exchange(grad, axis, receive, send)
 
-
-_gather_last, _own_last = partial(all_gather, dim=-1), partial(own_slice, dim=-1)
 
 copy_to = _pair("copy_to", _same, all_reduce)
 reduce_from = _pair("reduce_from", all_reduce, _same)
 gather_seq = _pair("gather_seq", all_gather, reduce_scatter)
 scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
-gather_from = _pair("gather_from", _gather_last, _own_last)
-scatter_to = _pair("scatter_to", _own_last, _gather_last)
+gather_from = _pair("gather_from", partial(all_gather, dim=-1), partial(own_slice, dim=-1))
+scatter_to = _pair("scatter_to", partial(own_slice, dim=-1), partial(all_gather, dim=-1))
 split_to = _pair("split_to", own_slice, all_gather)
 all_to_all = _pair("all_to_all", _exchange, _exchange_back)  # takes (x, axis) or (x, axis, send, receive)

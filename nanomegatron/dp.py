@@ -65,7 +65,8 @@ class ShardComm:
     shared_bytes = 0  # memory that torch's allocator does not count
 
     def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
-        self.axis, self.device = axis, device
+        self.axis = axis
+        self.device = device
         self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -125,10 +126,14 @@ class Bucket:
     def __init__(
         self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
     ) -> None:
-        self.params, self.axis, self.shards = params, axis, comm.axis
-        self.comm, self.buckets = comm, buckets
+        self.params = params
+        self.axis = axis
+        self.shards = comm.axis
+        self.comm = comm
+        self.buckets = buckets
         self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
-        self.device, self.dtype = params[0].device, params[0].dtype
+        self.device = params[0].device
+        self.dtype = params[0].dtype
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.gathered = gathered(self)
@@ -152,10 +157,17 @@ class Bucket:
         for first, param in zip(self.begins, self.params, strict=True):
             for part in param.spec.parts:
                 begin, end = (first + n for n in part.span(param.spec.local_shape))
-                start, stop = max(begin, self.shard.start), min(end, self.shard.stop)
+                start = max(begin, self.shard.start)
+                stop = min(end, self.shard.stop)
                 if start < stop:
-                    place = (start - begin, start - self.shard.start, stop - self.shard.start)
-                    yield Slice(param, part, *place, part.owner and saver)
+                    yield Slice(
+                        param,
+                        part,
+                        at=start - begin,
+                        start=start - self.shard.start,
+                        stop=stop - self.shard.start,
+                        saver=part.owner and saver,
+                    )
 
     def init_grads(self) -> None:
         """Allocate the gradients, and `grad_shard` in them."""
@@ -170,7 +182,8 @@ class Bucket:
 
     def start_step(self, microbatches: int) -> None:
         """Reset the counts, for a step of `microbatches`; a parameter's first contribution overwrites."""
-        self.counts, self.seen = Counter(), 0
+        self.counts = Counter()
+        self.seen = 0
         self.microbatches = microbatches
         self.stale = set(self.params)  # with gradients of the last step
 
@@ -281,8 +294,10 @@ class Buckets:
         gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] | None = None,
     ) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
-        self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
-        self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+        self.strategy = parallel.sharding
+        self.grad_dtype = grad_dtype
+        self.overlap_reduce = parallel.overlap_grad_reduce
+        self.overlap_gather = parallel.overlap_param_gather
         self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1

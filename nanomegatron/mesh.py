@@ -82,7 +82,8 @@ class Traffic(Counter):
     def start_step(self, launching: bool = False) -> None:
         """Forget the counts and waits before this step or evaluation batch, whose data are there."""
         self.clear()
-        self.waits, self.launching = [], launching
+        self.waits = []
+        self.launching = launching
         self.steps += 1
         self.progress += 1
 
@@ -231,8 +232,15 @@ class Mesh:
             levels = axes["cp"].neighbours(sizes[0]), builder.axis("cp across", across)
             axes["cp"] = replace(axes["cp"], levels=levels)
         links = {ends: link for ends in link_ends(parallel) if (link := builder.link(ends))}
-        kept = dict(groups=builder.groups, communicators=builder.communicators, traffic=builder.traffic)
-        return Mesh(world.rank, device, **axes, p2p_links=links, **kept)
+        return Mesh(
+            world.rank,
+            device,
+            **axes,
+            p2p_links=links,
+            groups=builder.groups,
+            communicators=builder.communicators,
+            traffic=builder.traffic,
+        )
 
     @property
     def label(self) -> str:

@@ -70,7 +70,7 @@ WRONG = """
 --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 | 1 | --fp8-recipe mxfp8: | Blackwell GPU; use blockwise
 --bf16 --fp8-format e4m3 --fp8-recipe custom | 1 | --fp8-recipe custom: there are no recipes from outside
 --bf16 --fp8-format e4m3 --fp8-recipe delay | 1 | --fp8-recipe delay: must be one of | mean delayed?
---bf16 --fp8-quantizer-factory x.y | 1 | --fp8-quantizer-factory: | not here; --fp8-recipe, or a class of fp8.py
+--bf16 --fp8-quantizer-factory x.y | 1 | --fp8-quantizer-factory: | not here; --fp8-recipe, or a class
 --bf16 --fp8-output-proj | 1 | --fp8-output-proj: needs --fp8-format
 """
 # the same behind GOOD --bf16 --fp8-format hybrid
