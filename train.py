@@ -50,7 +50,7 @@ from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.identity import data_identity
 from nanomegatron.debug.nan import stop_at_nan
 from nanomegatron.evaluate import evaluate, evaluate_only
-from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
+from nanomegatron.faults.exit import BAD_CONFIG, BAD_STEPS, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
 from nanomegatron.faults.history import check_history, is_done
@@ -69,7 +69,7 @@ from nanomegatron.plan.flops import parameter_count
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
 from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
-from nanomegatron.report.plots import plot_experts, plot_loss
+from nanomegatron.report.plots import draw_pictures
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.status import read_status
 from nanomegatron.report.steps import Reporter, StepReport
@@ -225,6 +225,8 @@ def run_rank(world: World, argv: list[str]) -> int:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(out_of_memory_advice(config, mesh))
         code = report_failure(log, error, begun=run is not None)
+        if code == BAD_STEPS:
+            draw_pictures(log)
     log.close()
     if code == 1 or (code not in (DONE, PREEMPTED) and world.size > 1):
         os._exit(code)  # peers may wait in a collective for ever: leave without the exit handlers
@@ -423,9 +425,9 @@ def finish(run: Run) -> int:
             f"stopped by {run.stop} after step {run.iteration}; the same command {where}",
             iteration=run.iteration,
         )
-        draw_pictures(run)  # the run is saved and its state is written, should a second signal come now
+        draw_pictures(log)  # the run is saved and its state is written, should a second signal come now
         return code
-    draw_pictures(run)
+    draw_pictures(log)
     command = ""  # after mock data, which is no text
     if not config.data.mock_data:
         prompt = show_sample(run.model, run.tokenizer, run.datasets[1] or run.datasets[0], run.mesh, log)
@@ -434,17 +436,6 @@ def finish(run: Run) -> int:
         log.line(f"next    {command}")
     log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration, next=command)
     return DONE
-
-
-def draw_pictures(run: Run) -> None:
-    """Draw the run's pictures and log where they are; rank 0 only."""
-    log, pictures = run.log, {"loss.png": plot_loss}
-    if run.config.run.moe_per_layer_logging:
-        pictures["experts.png"] = plot_experts
-    for name, draw in pictures.items() if run.mesh.rank == 0 else ():
-        with log.attempt(name):
-            if picture := draw(log.folder, log.line):
-                log.line(f"picture {picture}")
 
 
 if __name__ == "__main__":

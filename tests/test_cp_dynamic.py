@@ -11,6 +11,7 @@ from benchmarks.long_tail import draw_lengths
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from tests.megatron_data import write
 from tests.spmd import run_spmd
 from tests.training import Task, invented_text, set_up
@@ -191,7 +192,7 @@ def arguments(documents: Task, *flags: str) -> list[str]:
 
 def train_on_a_rank(world: World, argv: list[str], folder: str, sample: bool = False) -> dict:
     """All steps: loss, norm and speed of each, held-out loss, and the sizes of the groups; no picture."""
-    train.plot_loss = lambda *_: None
+    plots.plot_loss = lambda *_: None
     train.show_sample = train.show_sample if sample else lambda *_: None
     run = set_up(world, argv, folder)
     batch, steps = run.config.data.global_batch_size, run.config.run.train_iters

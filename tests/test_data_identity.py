@@ -20,6 +20,7 @@ from nanomegatron.data.identity import data_changes, data_identity, sampled_hash
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from tests.megatron_data import random_documents, write
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
@@ -136,7 +137,7 @@ def test_blocks_at_both_ends_and_between_are_hashed(tmp_path, monkeypatch):
 
 def resume(world: World, argv: list[str], folder: str) -> int:
     os.chdir(folder)
-    train.plot_loss = lambda *_: None
+    plots.plot_loss = lambda *_: None
     return train.run_rank(world, argv)
 
 

@@ -16,6 +16,7 @@ from nanomegatron.config.cli import ConfigError, parse, to_toml
 from nanomegatron.config.run_folder import resumed, with_run_name
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from tests.megatron_data import write
 from tests.spmd import run_spmd
@@ -149,7 +150,7 @@ def ledger(world: World, argv: list[str], folder: str) -> list[list[int]]:
 
     train.step_batches = kept
     os.chdir(folder)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = train.show_sample = lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     return found
 

@@ -13,7 +13,7 @@ import train
 from nanomegatron.config.settings import Config, RunConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.report import energy as energy_module
-from nanomegatron.report import steps
+from nanomegatron.report import plots, steps
 from nanomegatron.report.energy import ENERGY_KEYS, LEAST, Energy, Meter, open_meter
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
@@ -190,7 +190,7 @@ def test_a_run_counts_its_steps_alone(gpus, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "set_deterministic_debug_mode", lambda *_: None)  # it would stay
-    monkeypatch.setattr(train, "plot_loss", lambda *_: None)
+    monkeypatch.setattr(plots, "plot_loss", lambda *_: None)
     monkeypatch.setattr(train, "evaluate", evaluate_hard)
     monkeypatch.setattr(steps.StepReport, "read", read_once)
     monkeypatch.setattr(steps, "machine_gpus", lambda mesh: ["0"])

@@ -12,6 +12,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales, Tensorwise
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.fp8_cast import fp8_decode
+from nanomegatron.report import plots
 from nanomegatron.report.counters import KINDS, Fp8Stats, cast_losses
 from nanomegatron.report.writers import read_jsonl
 from tests.layouts import FIVE_STEPS, flags_of, fp8
@@ -161,7 +162,7 @@ def _on_a_stage(world: World) -> dict:
 
 def trained(world: World, argv: list[str], folder: str) -> tuple[list[dict], list[dict]]:
     """The steps, and the statistics, that a run wrote; without a sample and a picture."""
-    train.show_sample = train.plot_loss = lambda *_: None
+    train.show_sample = plots.plot_loss = lambda *_: None
     os.chdir(folder)
     assert train.run_rank(world, argv) == train.DONE
     return read_jsonl("runs/test/metrics.jsonl"), read_jsonl("runs/test/fp8.jsonl")

@@ -214,7 +214,7 @@ def test_the_picture_of_a_pipeline_is_drawn_as_its_page_says(place, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "what no flag says is the preset tiny-cpu's" in done.stdout
-    assert (tmp_path / "trace" / "iteration-2.svg").is_file()
+    assert (tmp_path / "trace" / "here" / "iteration-2.svg").is_file()
 
 
 def test_a_command_that_fails_is_found(tmp_path, place):

@@ -20,6 +20,7 @@ from nanomegatron.faults.health import FEWEST, LAG, BadSteps, Health
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.optim import FLOAT_MAX
+from nanomegatron.report import plots
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
@@ -110,7 +111,7 @@ def test_what_is_not_finite_is_caught_before_the_update_and_named(corpus, tmp_pa
 def run_spoilt(world: World, argv: list[str], folder: str, spoils: dict, once: bool) -> int:
     """A rank of a run in which gradients are multiplied: spoils is {iteration: (rank, factor)}."""
     os.chdir(folder)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss, train.show_sample = lambda *_: "drawn", lambda *_: None
     build, left = train.build_optimizer, dict(spoils)
 
     def with_fault(*args):
@@ -162,6 +163,7 @@ def test_a_dead_run_stops(corpus, tmp_path):  # noqa: F811
         assert part in status["message"], status["message"]
     assert latest(tmp_path / "runs/test/ckpt") == 4  # nothing is saved while steps are bad
     assert status["iteration"] == 8  # the last finished step
+    assert "\npicture drawn\n" in (tmp_path / "runs/test/log.txt").read_text()
     few = {5: (1, NAN), 6: (1, NAN), 8: (1, NAN)}
     codes, status = outcome(tmp_path / "few", arguments(corpus, flags, "--train-iters 9"), 2, few)
     assert codes == [0, 0] and status["state"] == "done"
@@ -243,7 +245,7 @@ LOSSES = [("warn", 1, ""), ("skip", 1, ""), ("skip", 2, "--use-distributed-optim
 def ten_times_the_loss(world: World, argv: list[str], folder: str, at: int) -> int:
     """A rank of a run in which the loss of one step is ten times too large."""
     os.chdir(folder)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = train.show_sample = lambda *_: None
     usual = train.token_count
 
     def token_count(run, batches):

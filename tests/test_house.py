@@ -19,7 +19,7 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2598          105            137      33      29      30
-commands            1125           44             81      30      11      21
+commands            1129           44             81      30      11      21
 config              2386          113            138      10      44      49
 core                3096           34            166      39      13      47
 data                1754           70             86      22      15       9
@@ -28,8 +28,8 @@ fast                1738           89             65      34       9       9
 faults              1065           44             44       3       5      16
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
-programs             770           20             46       1      16      10
-report              1509           71             69       7      12      16
+programs             764           19             45       1      15      10
+report              1521           71             70       7      13      16
 variants             186            2              3       0       0       2
 """
 

@@ -21,6 +21,7 @@ from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from tests.test_peers import KINDS, without_compilation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +63,7 @@ def run_there(world: World, command: list[str], folder: str, console: str) -> No
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    train.plot_loss = train.plot_experts = lambda *_: None  # to load matplotlib takes a second
+    plots.plot_loss = plots.plot_experts = lambda *_: None  # to load matplotlib takes a second
     script, argv = str(Path(command[0]).relative_to(ROOT)), command[1:]
     without_compilation()
     if script == "train.py":

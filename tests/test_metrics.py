@@ -158,6 +158,17 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl") == read_jsonl(tmp_path / "evals.jsonl") == []
 
 
+def test_an_evaluation_by_itself_does_not_replace_that_of_training(tmp_path):
+    started(tmp_path).evaluation(5, "validation", 3.0, batches=4)
+    for loss in (2.5, 2.0):  # its last stands
+        started(tmp_path, eval_only=True, iteration=5).evaluation(5, "validation", loss, batches=2)
+    evals = read_jsonl(tmp_path / "evals.jsonl")
+    assert [(e["lm_loss"], e["batches"], e.get("eval_only")) for e in evals] == [
+        (3.0, 4, None),
+        (2.0, 2, True),
+    ]
+
+
 def test_other_ranks_warn_and_keep_their_own_log(tmp_path):
     main = started(tmp_path)
     other = RunLog(tmp_path, config(), 3, "rank 3 tp1 dp0", io.StringIO())

@@ -9,6 +9,7 @@ import train
 from benchmarks import peer_program, peers, peers_gpt2, peers_moe, peers_pipeline
 from benchmarks.cases import EXPERTS, GPT2, PEERS, STAGES, Case, cases_of
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 
@@ -28,7 +29,7 @@ def trained(world: World, case: Case, flags: str, folder: str) -> list[dict]:
     name = case.name.replace(" ", "-").replace(",", "")
     argv = f"{case.flags} {flags} --run-name {name} --metrics-jsonl {name}.jsonl".split()
     without_compilation()
-    train.plot_loss = lambda *_: None
+    plots.plot_loss = lambda *_: None
     script, *kind = case.program.split()
     if kind:
         assert peer_program.run_rank(world, KINDS[script][kind[0]], argv) == 0

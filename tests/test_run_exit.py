@@ -15,6 +15,7 @@ from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import lock
 from nanomegatron.mesh import World
 from nanomegatron.report import log as metrics_log
+from nanomegatron.report import plots
 from nanomegatron.report.status import write_status
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
@@ -32,7 +33,7 @@ def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: s
             raise ValueError("a bug")
         return usual(run)
 
-    train.train_step, train.plot_loss = train_step, lambda *_: None
+    train.train_step, plots.plot_loss = train_step, lambda *_: None
     os.chdir(folder)
     return train.run_rank(world, argv)
 

@@ -20,6 +20,7 @@ from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.watchdog import SILENT, Standstill, Watchdog, blame
 from nanomegatron.mesh import Axis, Mesh, Traffic, World
+from nanomegatron.report import plots
 from nanomegatron.report.log import RunLog
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
@@ -47,7 +48,7 @@ def hanging(world: World, argv: list[str], folder: str, rank: int, how: str) -> 
             sleep_in_python()
         return usual(run, batches)
 
-    train.token_count, train.plot_loss = token_count, lambda *_: None
+    train.token_count, plots.plot_loss = token_count, lambda *_: None
     return train.run_rank(world, argv)
 
 

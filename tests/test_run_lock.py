@@ -18,6 +18,7 @@ from nanomegatron.faults.exit import SAVE_FAILED
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import LOCK, lock, settings_in
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
@@ -29,7 +30,7 @@ def run_there(world: World, argv: list[str], folder: str, apart: bool = False) -
     place = Path(folder) / (f"host{world.rank}" if apart else ".")
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    run_lock.DYING, run_lock.STALE, train.plot_loss = 1.0, 0.3, lambda *_: None
+    run_lock.DYING, run_lock.STALE, plots.plot_loss = 1.0, 0.3, lambda *_: None
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         code = train.run_rank(world, argv)
@@ -196,7 +197,7 @@ def lose_folder(world: World, argv: list[str], folder: str, how: str) -> int:
                 Path("runs/test/status.json").write_text("of the other run")
         return usual(run)
 
-    train.train_step, train.plot_loss = train_step, lambda *_: None
+    train.train_step, plots.plot_loss = train_step, lambda *_: None
     if world.rank == 0:
         os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 1)
     return train.run_rank(world, argv)

@@ -13,6 +13,7 @@ import train
 from nanomegatron.config.check import unseen_notes
 from nanomegatron.config.settings import ParallelConfig, RunConfig
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report import plots
 from nanomegatron.report.profiler import Profile
 from tests.spmd import run_spmd
 
@@ -80,7 +81,7 @@ def test_ranks(tmp_path):
 
 def train_there(world: World, argv: list[str], folder: str) -> int:
     os.chdir(folder)
-    train.plot_loss = lambda *_: None  # to load matplotlib takes a second
+    plots.plot_loss = lambda *_: None  # to load matplotlib takes a second
     return train.run_rank(world, argv)
 
 
@@ -94,12 +95,13 @@ def test_a_run_is_profiled_and_drawn(tmp_path):
     )
     assert run_spmd(train_there, 2, argv.split(), str(tmp_path)) == [train.DONE] * 2
     for iteration in (2, 4):
-        events = json.loads((tmp_path / f"pictures/iteration-{iteration}.json").read_text())["traceEvents"]
+        path = tmp_path / f"pictures/test/iteration-{iteration}.json"
+        events = json.loads(path.read_text())["traceEvents"]
         names = [event["name"] for event in events if event.get("ph") == "X" and event["tid"] == 0]
         assert sorted(names) == sorted(
             2 * [f"{k}{c}.{i}" for k in ("F", "BW") for c in (0, 1) for i in range(4)]
         )
-    assert len(list((tmp_path / "pictures").glob("*.json"))) == 2
+    assert len(list((tmp_path / "pictures/test").glob("*.json"))) == 2
     assert [path.name for path in (tmp_path / "runs/test").glob("profile-*")] == ["profile-rank1.json"]
     log = (tmp_path / "runs/test/log.txt").read_text()
     assert log.count("/       4 | consumed") == 3

@@ -12,6 +12,7 @@ import train
 from nanomegatron.checkpoint import resume
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 
@@ -45,7 +46,7 @@ def disturbed(world: World, argv: list[str], folder: str, what: str, step: int) 
 
     resume.save_checkpoint = begun
     setattr(module, name, disturb)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = train.show_sample = lambda *_: None
     return train.run_rank(world, argv)
 
 

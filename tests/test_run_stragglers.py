@@ -11,6 +11,7 @@ import pytest
 import train
 from nanomegatron.faults.stragglers import SLOW, Stragglers, medians_of_others, spread
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
@@ -24,7 +25,7 @@ def with_a_slow_rank(world: World, argv: list[str], folder: str, slow: int) -> s
         time.sleep(0.2 * (world.rank == slow))
         return usual(*args)
 
-    train.step_batches, train.plot_loss = step_batches, lambda *_: None
+    train.step_batches, plots.plot_loss = step_batches, lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     with open("runs/test/log.txt", encoding="utf-8") as file:
         return file.read()

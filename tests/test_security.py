@@ -33,6 +33,7 @@ from nanomegatron.data.verify import verify_pair
 from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
 from nanomegatron.faults.lock import settings_in
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 from tests.checkpoints import ALONE, save_alone, sign
@@ -295,7 +296,7 @@ def watched(world: World, argv: list[str], folder: str) -> list[str]:
         found.extend(listeners("self"))
         return usual(run)
 
-    train.train_step, train.plot_loss = train_step, lambda *_: None
+    train.train_step, plots.plot_loss = train_step, lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     return found
 

@@ -24,6 +24,7 @@ from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report import plots
 from nanomegatron.report.banner import expected_first_loss
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
@@ -59,7 +60,7 @@ def arguments(corpus: str, *more: str) -> list[str]:
 def run_train(world: World, argv: list[str], folder: str) -> list[dict]:
     """One rank of a run in `folder`; the steps it logged. No picture: to load matplotlib takes a second."""
     os.chdir(folder)
-    train.plot_loss = lambda *_: None
+    plots.plot_loss = lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     return read_jsonl("runs/test/metrics.jsonl")
 
@@ -75,7 +76,7 @@ def run_told(world: World, argv: list[str], folder: str, picture: bool) -> tuple
     """train.py as a user starts it, on one process or a rank of several: exit code, and all it said."""
     os.chdir(folder)
     said = io.StringIO()
-    train.plot_loss = train.plot_loss if picture else lambda *_: None
+    plots.plot_loss = plots.plot_loss if picture else lambda *_: None
     with redirect_stdout(said), redirect_stderr(said):
         code = train.main(argv) if world.size == 1 else train.run_rank(world, argv)
     return code, said.getvalue()
@@ -195,7 +196,7 @@ def run_and_die(world: World, argv: list[str], folder: str, step: int, number: i
             os.kill(os.getpid(), number)
         return usual(run)
 
-    train.train_step, train.plot_loss = train_step, lambda *_: None
+    train.train_step, plots.plot_loss = train_step, lambda *_: None
     os.chdir(folder)
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_DFL)  # under nohup the tests ignore it, and so would the run

@@ -16,6 +16,7 @@ from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 
@@ -39,7 +40,7 @@ def signalled(world: World, argv: list[str], folder: str, where: str, times: int
         return usual(*args, **kwargs)
 
     setattr(module, name, gets_it)
-    train.plot_loss, train.show_sample = lambda *_: Path("drawn"), lambda *_: None
+    plots.plot_loss, train.show_sample = lambda *_: Path("drawn"), lambda *_: None
     return train.run_rank(world, argv)
 
 
@@ -120,7 +121,7 @@ def without_files(world: World, argv: list[str], folder: str) -> int:
     os.close(unread)
     os.dup2(console, 1)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    train.plot_loss = lambda *_: 1 / 0
+    plots.plot_loss = lambda *_: 1 / 0
     return train.run_rank(world, argv)
 
 
@@ -160,7 +161,7 @@ def sample_fails(world: World, argv: list[str], folder: str, name: str, ranks: s
     os.chdir(folder)
     if str(world.rank) in ranks:
         setattr(run_sample, name, lambda *_, **__: 1 / 0)
-    train.plot_loss = lambda *_: None
+    plots.plot_loss = lambda *_: None
     Mesh.all_ranks_arrive.__defaults__ = (1.0,)  # seconds
     return train.run_rank(world, argv)
 

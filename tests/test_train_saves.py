@@ -12,6 +12,7 @@ from nanomegatron.checkpoint import async_save, saver
 from nanomegatron.checkpoint.async_save import START
 from nanomegatron.faults.exit import SAVE_FAILED
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from tests.checkpoints import fast_ones
 from tests.spmd import run_spmd
@@ -32,7 +33,7 @@ def run_ranks(world: World, argv: list[str], folder: str, patch: str, pause: flo
     os.chdir(folder)
     usual = train.train_step
     train.train_step = lambda run: time.sleep(pause) or usual(run)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = train.show_sample = lambda *_: None
     saver.PAUSE = 0.0
     if world.rank:
         async_save.START = f"{patch}\n{START}"

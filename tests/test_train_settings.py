@@ -18,6 +18,7 @@ from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import NullTokenizer
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.mesh import Axis, World
+from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
 from nanomegatron.step import token_count
 from tests.spmd import run_spmd
@@ -113,7 +114,7 @@ def test_a_ramp_goes_on_in_its_middle(world, tolerance, ramp, corpus, tmp_path):
 
 def run_there(world: World, argv: list[str], folder: str) -> int:
     os.chdir(folder)
-    train.plot_loss = lambda *_: None  # to load matplotlib takes a second
+    plots.plot_loss = lambda *_: None  # to load matplotlib takes a second
     return train.run_rank(world, argv)
 
 

@@ -104,6 +104,7 @@ def read_run(word: str) -> RecordedRun:
     try:
         config = from_toml(read_text(folder / "config.toml"))
         steps, evals = (read_jsonl(folder / f"{kind}.jsonl") for kind in ("metrics", "evals"))
+        evals = [record for record in evals if "eval_only" not in record]
         for record in steps + evals:
             record |= {"lm_loss": float(record["lm_loss"]), "split": str(record.get("split"))}
             record["tokens"] = int(record.get("consumed_samples") or 0) * config.data.seq_length

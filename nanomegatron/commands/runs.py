@@ -96,15 +96,21 @@ def state_of(folder: Path) -> str:
 
 
 def last_record(path: Path, split: str | None = None) -> dict[str, Any]:
-    """Return the last whole record (of a split) of a .jsonl file, of which only the end is read; or {}."""
+    """Return the last whole record (of a split) of a .jsonl file, of which only the end is read; or {}.
+
+    Those of --eval-only count where there is no other.
+    """
+    beside: dict[str, Any] = {}
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         for line in reversed(file.read().splitlines()):
             with suppress(ValueError, AttributeError, RecursionError):
                 record = json.loads(line)
-                if record.get("split") == split:
+                if record.get("split") == split and "eval_only" not in record:
                     return record
-    return {}
+                if record.get("split") == split and not beside:
+                    beside = record
+    return beside
 
 
 def run_table(rows: list[tuple[float, list[str]]]) -> str:

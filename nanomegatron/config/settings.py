@@ -310,7 +310,9 @@ class RunConfig:
     """Length, pace and records of a run."""
 
     nproc: int | None = common(
-        None, "processes to start on this machine; default 2 for small models on CPUs, else 1", at_most=4096
+        None,
+        "processes to start on this machine; default 2 for small models on a CPU with 2 threads, else 1",
+        at_most=4096,
     )
     device: str = common("auto", "where to compute", choices="auto cpu cuda", refused=NO_MPS)
     megatron_defaults: bool = setting(

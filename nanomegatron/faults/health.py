@@ -173,7 +173,7 @@ class Health:
         found = sorted((text for text in texts if text), key=lambda text: text[0])
         if not found:
             return "no tensor is: only the loss", False
-        more = f", {len(found) - 1} other ranks have one, too" if len(found) > 1 else ""
+        more = f", and on {len(found) - 1} more" if len(found) > 1 else ""
         return f"not finite: {found[0][2:]}{more}", found[0][0] == "1"
 
     def _bad_states(self) -> Iterator[str]:

@@ -279,9 +279,11 @@ class RunLog:
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
         record["consumed_samples"] = samples
         record["batches"] = batches
+        if self.config.run.eval_only:
+            record["eval_only"] = True  # beside that of training at this step
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
-            evals.put(record, ("iteration", "split"))
+            evals.put(record, ("iteration", "split", "eval_only"))
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
             tags[f"bits per byte {split}"] = bpb

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.report.log import RunLog
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl
 
@@ -54,6 +55,17 @@ def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Pat
     figure.align_ylabels()
     figure.savefig(folder / "loss.png")
     return folder / "loss.png"
+
+
+def draw_pictures(log: RunLog) -> None:
+    """Draw a run's pictures and log where they are; rank 0 only."""
+    pictures = {"loss.png": plot_loss}
+    if log.config.run.moe_per_layer_logging:
+        pictures["experts.png"] = plot_experts
+    for name, draw in pictures.items() if log.is_main else ():
+        with log.attempt(name):
+            if picture := draw(log.folder, log.line):
+                log.line(f"picture {picture}")
 
 
 def _end_values(axes: Any, *curves: tuple[np.ndarray, np.ndarray, str]) -> None:
@@ -139,6 +151,7 @@ def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
 def _series(path: Path, *keys: str, split: str | None = None) -> list[np.ndarray]:
     """Read iterations and `keys` of a .jsonl file, of one split if given; empty if there is no file."""
     records = [record for record in read_jsonl(path) if split in (None, record.get("split"))]
+    records = [record for record in records if "eval_only" not in record]
     return [np.array([float(record[key]) for record in records]) for key in ("iteration", *keys)]
 
 

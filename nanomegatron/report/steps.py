@@ -120,7 +120,7 @@ class Reporter:
         self.padded_vocab_size = model[0].padded_vocab_size
         self.steps = 0  # reported so far
         self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
-        folder = Path(run.trace_dir) if run.trace_dir else None
+        folder = Path(run.trace_dir) / log.folder.name if run.trace_dir else None
         title = trace_title(log.folder.name, config, mesh)
         self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt, title)
         self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None

@@ -64,7 +64,8 @@ class JsonLines(Lines):
     def put(self, record: dict[str, Any], keys: tuple[str, ...]) -> None:
         """Replace the record with the same values of `keys`, or append it. Raises OSError."""
         records = read_jsonl(self.path)
-        alike = [i for i, other in enumerate(records) if all(other.get(key) == record[key] for key in keys)]
+        place = [record.get(key) for key in keys]
+        alike = [i for i, other in enumerate(records) if [other.get(key) for key in keys] == place]
         if not alike:
             self.append(record)
             return

@@ -21,6 +21,7 @@ import torch
 import train
 from nanomegatron.checkpoint import resume
 from nanomegatron.mesh import World
+from nanomegatron.report import plots
 from train import run_rank
 
 MARKED = ("build_datasets", "load_checkpoint", "evaluate", "save_checkpoint")
@@ -62,7 +63,7 @@ def rank_of_case(hooks: Hooks, world: World, argv: list[str]) -> int:
     os.dup2(out, 1), os.dup2(out, 2)
     Path(f"pid{world.rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    train.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = train.show_sample = lambda *_: None
     for name in MARKED:
         mark(name, dict(hooks.slow).get(name, 0.0), world.rank == 0)
     if hooks.step:

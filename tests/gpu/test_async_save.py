@@ -12,6 +12,7 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import KEEP_ALL
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report import plots
 from tests.gpu.test_on_gpu import FLAGS, corpus  # noqa: F401 (a fixture)
 
 CUDA = torch.device("cuda", 0)
@@ -52,7 +53,7 @@ def run(argv: list[str], folder: Path, monkeypatch) -> dict[str, bytes]:
     """The tensors' files of a run's checkpoints."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "plot_loss", lambda *_: None)
+    monkeypatch.setattr(plots, "plot_loss", lambda *_: None)
     assert train.main([*FLAGS, *argv]) == train.DONE
     torch.use_deterministic_algorithms(False)  # other tests of this process measure memory
     files = sorted((folder / "runs/test/ckpt").glob("iter_*/rank*"))

@@ -7,6 +7,7 @@ import torch
 
 import train
 from nanomegatron.mesh import Mesh
+from nanomegatron.report import plots
 from nanomegatron.report.energy import ENERGY_KEYS, LEAST, Meter
 from nanomegatron.report.steps import machine_gpus
 from nanomegatron.report.writers import read_jsonl
@@ -51,7 +52,7 @@ def test_reading_takes_no_time():
 
 def test_a_run_says_its_energy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "plot_loss", lambda *_: None)
+    monkeypatch.setattr(plots, "plot_loss", lambda *_: None)
     assert train.main([*FLAGS, *"--train-iters 400 --log-interval 20 --run-name test".split()]) == train.DONE
     steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
     found = [step for step in steps if ENERGY_KEYS[0] in step]
