@@ -19,7 +19,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.cp import context_attention
-from nanomegatron.layers import HeadsNorm, Norm
+from nanomegatron.layers import Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
@@ -45,9 +45,11 @@ class SelfAttention(nn.Module):
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
+    has_variants = False  # whether `build.pick_variants` has set what the flags ask for
 
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
         super().__init__()
+        self.config = config
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
         self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
         self.fused_rope, self.fused_softmax = config.rope_fusion, config.masked_softmax_fusion
@@ -74,13 +76,8 @@ class SelfAttention(nn.Module):
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
-            q_init, k_init = init.at("q_layernorm"), init.at("k_layernorm")
-            if config.qk_layernorm_all_heads:
-                self.q_norm = HeadsNorm(config, queries, tp, q_init)
-                self.k_norm = HeadsNorm(config, keys, tp, k_init)
-            else:
-                self.q_norm = Norm(config, config.head_dim, tp, q_init, partial=True)
-                self.k_norm = Norm(config, config.head_dim, tp, k_init, partial=True)
+            self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
+            self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial=True)
         self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
         self.cap, scale = config.attn_logit_softcapping, config.softmax_scale
         self.scale = 1.0 if scale is None else scale * math.sqrt(config.head_dim)  # of the queries
@@ -98,8 +95,11 @@ class SelfAttention(nn.Module):
 
         packed: queries, keys and values of this rank's heads, as `linear_qkv` returns them.
 
-        Raises ValueError if scores are to be bounded over ranks of cp that do not exchange heads (a2a).
+        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set, ValueError if
+        scores are to be bounded over ranks of cp that do not exchange heads (a2a).
         """
+        if self.config.qk_layernorm_all_heads and not self.has_variants:
+            raise RuntimeError("--qk-layernorm-all-heads is a variant: call build.pick_variants on the model")
         q, k, v = self._queries_keys_values(packed, rotary)
         q = q if self.scale == 1 else q * self.scale
         if cache is not None:

@@ -61,6 +61,7 @@ from nanomegatron.variants.cp_hierarchy import TwoLevels
 from nanomegatron.variants.cp_windows import windowed_attention
 from nanomegatron.variants.decoupled_lr import decoupled
 from nanomegatron.variants.lr_styles import InverseSquareRoot, WarmupStableDecay
+from nanomegatron.variants.qk_norm_all_heads import HeadsNorm
 from nanomegatron.variants.router_capacity import drop
 from nanomegatron.variants.router_forced_balance import random_logits
 from nanomegatron.variants.router_groups import best_of_groups
@@ -181,12 +182,22 @@ def install(stages: Stages, paths: Paths) -> Stages:
 
 
 def pick_variants(model: nn.Module, cp: Axis) -> None:
-    """Set on the modules of a new model the functions of variants/ that their configs ask for."""
+    """Set on a new model, before its weights are loaded, what its config asks for of variants/."""
     for module in model.modules():
         if isinstance(module, Router):
             pick_router(module)
         elif isinstance(module, SelfAttention):
-            module.context = attention_over_cp(context_attention, module.window, cp)
+            pick_attention(module, cp)
+
+
+def pick_attention(attention: SelfAttention, cp: Axis) -> None:
+    """Set what attention does otherwise than the core: over cp, and the norms of queries and keys."""
+    config = attention.config
+    attention.has_variants = True
+    attention.context = attention_over_cp(context_attention, attention.window, cp)
+    if config.qk_layernorm_all_heads:
+        attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
+        attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
 
 
 def pick_router(router: Router) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.comm import copy_to, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
@@ -94,30 +93,6 @@ def norm_parameter(init: Init, size: int, axis: Axis, partial: bool, fill: float
     """Create the weight or bias of a norm, `[size]`, which every rank of the axis holds."""
     part = replica(init.name, (size,), axis, partial)
     return new_parameter(ParamSpec((part,), (size,), decay=False), init, fill=fill)
-
-
-class HeadsNorm(nn.Module):
-    """RMSNorm of all heads together, which are sharded over tp. x `[s, b, n, d]` -> `[s, b, n, d]`
-
-    weight `[n*d]` is of the heads of all ranks. Ranks that share a head count it once each. All-reduces a
-    number for each token over tp.
-    """
-
-    def __init__(self, config: TransformerConfig, size: int, axis: Axis, init: Init) -> None:
-        super().__init__()
-        self.eps = config.norm_epsilon
-        self.from_one = config.apply_layernorm_1p
-        self.axis = axis
-        self.weight = norm_parameter(init.at("weight"), size, axis, partial=True, fill=1 - self.from_one)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        square = wide.square().mean((-2, -1), keepdim=True) / self.axis.size
-        square = copy_to(reduce_from(square, self.axis), self.axis)
-        own = x.shape[-2] * x.shape[-1]
-        ranks = self.axis.size * own // len(self.weight)  # that share a head
-        weight = self.weight[self.axis.rank // ranks * own :][:own].view(x.shape[-2:]).to(wide.dtype)
-        return (wide * torch.rsqrt(square + self.eps) * (weight + self.from_one)).to(x.dtype)
 
 
 def run_mlp(mlp: "MLP", x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:

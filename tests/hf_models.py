@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import read_folder
@@ -196,6 +197,7 @@ def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **ch
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
     stage = Stage(mesh=experts or Mesh())
     model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
+    pick_variants(model, Axis.single("cp"))
     hf.load_weights(folder, model.parameters(), config.model, config.data.vocab_size)
     return model
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import convert
+from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.convert_target import new_files
 from nanomegatron.checkpoint.files import Piece
@@ -23,6 +24,7 @@ from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.dp import Buckets
 from nanomegatron.generate import Sampling, generate
+from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
@@ -139,6 +141,7 @@ def trained_here(root: Path, dtype=torch.float32, format="sharded", **shape) -> 
     config = replace(config, data=DataConfig(tokenizer_type="ByteTokenizer"))
     init = Init(seed=3, dtype=dtype)
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=init)
+    pick_variants(model, Axis.single("cp"))
     buckets = Buckets(model, config.parallel, ALONE)
     states = Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3).states()
     for _, flat in states.get("main", ()):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
 from nanomegatron.checkpoint.source import check_tokenizer
 from nanomegatron.commands.generate import load_model, pieces_of_text
@@ -24,7 +25,7 @@ from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.generate import sample as draw_tokens
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
@@ -54,7 +55,9 @@ def build(family: dict, tp=None) -> Stages:
         **family,
     )
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED)
-    return Stages([GPTModel(config, **sizes, tp=tp)])
+    model = GPTModel(config, **sizes, tp=tp)
+    pick_variants(model, Axis.single("cp"))
+    return Stages([model])
 
 
 def full_logits(model: Stages, tokens: list[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint import hf
 from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.config.cli import build_config
@@ -222,6 +223,7 @@ def test_pipeline_stages_compute_what_transformers_does(folders, name):
     stages = [Stage(range(layers - 1), post_process=False), Stage(range(layers - 1, layers), False)]
     models = [GPTModel(config.model, **sizes, stage=stage) for stage in stages]
     for model in models:
+        pick_variants(model, Axis.single("cp"))
         hf.load_weights(folders(name)[1], model.parameters(), config.model, VOCAB)
     x = models[0](Batch(tokens, positions))
     models[1].set_input_tensor(x)

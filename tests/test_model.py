@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size
-from nanomegatron.layers import HeadsNorm, Norm
+from nanomegatron.layers import Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.variants.qk_norm_all_heads import HeadsNorm
 from tests.spmd import run_spmd
 
 VOCAB, SEQUENCE = 61, 12
@@ -230,11 +232,29 @@ def test_norms_begin_as_they_are_without_a_weight(kind, from_one):
 @pytest.mark.parametrize("from_one", [False, True])
 def test_a_norm_over_all_heads_is_one_of_their_features(from_one):
     config = replace(GPT2, normalization="RMSNorm", apply_layernorm_1p=from_one)
-    norm = HeadsNorm(config, 32, Axis.single(), Init(name="norm"))
+    norm = HeadsNorm(Norm(config, 8, Axis.single(), Init(name="norm")), 32)
     x = torch.randn(3, 2, 4, 8)
     norm.weight.data.normal_()
     expected = F.rms_norm(x.flatten(-2), (32,), norm.weight + from_one, eps=1e-5).view_as(x)
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_norms_over_all_heads_are_picked_behind_the_constructor():
+    """In place of those of each head, with their names and types; a model without them is refused."""
+    config = replace(LLAMA, qk_layernorm=True, qk_layernorm_all_heads=True)
+    init = Init(dtype=torch.bfloat16)
+    model = GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=64, init=init)
+    names = [part.name for p in model.parameters() for part in p.spec.parts]
+    inputs, labels = batch()
+    with pytest.raises(RuntimeError, match="call build.pick_variants on the model"):
+        model(inputs, labels)
+    pick_variants(model, Axis.single("cp"))
+    assert [part.name for p in model.parameters() for part in p.spec.parts] == names
+    for layer in model.layers:
+        q, k = layer.self_attention.q_norm.weight, layer.self_attention.k_norm.weight
+        assert (len(q), len(k)) == (64, 32) and q.dtype == k.dtype == torch.bfloat16
+        assert (q == 1).all() and not q.spec.decay and q.spec.parts[0].name.endswith("q_layernorm.weight")
+    assert model(inputs, labels).isfinite().all()
 
 
 def cut_over_tp(mesh, config):

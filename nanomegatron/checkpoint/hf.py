@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -31,6 +32,7 @@ from nanomegatron.config.megatron_args import why_no_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.user_files import check_file, read_json
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
+from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
 
@@ -308,6 +310,7 @@ def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:
         max_sequence_length=config.max_position_embeddings,
         init=Init(device=torch.device("meta")),
     )
+    pick_variants(model, Axis.single("cp"))
     return [part for param in model.parameters() for part in param.spec.parts]
 
 
