@@ -11,6 +11,7 @@ With fewer key/value heads than tp ranks (g < tp), neighbouring ranks hold the s
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -50,28 +51,37 @@ class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
         super().__init__()
         self.config = config
-        self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
-        self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
-        self.fused_rope, self.fused_softmax = config.rope_fusion, config.masked_softmax_fusion
-        self.dropout = config.attention_dropout
-        self.recompute = config.recomputes("core_attn")
-        n, g, h = config.num_attention_heads, config.num_kv_heads, config.hidden_size
+        self.layer = layer
+        self.tp = tp
+        self.head_dim = config.head_dim
+        self.window = config.windows[layer]
+        n = config.num_attention_heads
+        g = config.num_kv_heads
         if n % tp.size or (g % tp.size and tp.size % g):
             raise ValueError(
                 f"{n} query heads must be a multiple of tp {tp.size}, "
                 f"{g} key/value heads a multiple or a divisor of it"
             )
         copies = max(tp.size // g, 1)
-        queries, keys = n * config.head_dim, g * config.head_dim
+        queries = n * self.head_dim
+        keys = g * self.head_dim
         sizes = {"q": queries, "k": (keys, copies), "v": (keys, copies)}
-        bias, cut = not config.disable_bias_linear, config.sequence_parallel
-        qkv_bias = config.add_qkv_bias or bias
+        bias = not config.disable_bias_linear
         self.linear_qkv = ColumnParallelLinear(
-            h, sizes, tp, init.at("linear_qkv"), bias=qkv_bias, sequence_parallel=cut
+            config.hidden_size,
+            sizes,
+            tp,
+            init.at("linear_qkv"),
+            bias=config.add_qkv_bias or bias,
+            sequence_parallel=config.sequence_parallel,
         )
-        std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_proj = RowParallelLinear(
-            queries, h, tp, init.at("linear_proj", std), bias, sequence_parallel=cut
+            queries,
+            config.hidden_size,
+            tp,
+            init.at("linear_proj", scaled_std(config.init_method_std, config.num_layers)),
+            bias=bias,
+            sequence_parallel=config.sequence_parallel,
         )
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
@@ -79,8 +89,6 @@ class SelfAttention(nn.Module):
             self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
             self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial=True)
         self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
-        self.cap, scale = config.attn_logit_softcapping, config.softmax_scale
-        self.scale = 1.0 if scale is None else scale * math.sqrt(config.head_dim)  # of the queries
 
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
@@ -101,41 +109,57 @@ class SelfAttention(nn.Module):
         if self.config.qk_layernorm_all_heads and not self.has_variants:
             raise RuntimeError("--qk-layernorm-all-heads is a variant: call build.pick_variants on the model")
         q, k, v = self._queries_keys_values(packed, rotary)
-        q = q if self.scale == 1 else q * self.scale
+        scale = self.config.softmax_scale
+        if scale is not None:
+            q = q * (scale * math.sqrt(self.head_dim))
         if cache is not None:
             k, v = cache(self.layer, k, v)
+        run = partial(self._attend_heads, batch=batch, cache=cache)
+        return recomputed(run, q, k, v) if self.config.recomputes("core_attn") else run(q, k, v)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen, self.cap)
-            if batch.shard is not None:
-                if self.cap and (kind := batch.shard.types[self.layer]) != "a2a":
-                    raise ValueError(f"--attn-logit-softcapping {self.cap}: over cp needs a2a, not {kind}")
-                how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
-                return self.context(q, k, v, *how)
-            dropout = self._dropout(q, batch)
-            run = core_attention if cache is None else cache.attend
-            return run(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
-
-        return recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
+    def _attend_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Cache | None
+    ) -> torch.Tensor:
+        fused = self.config.masked_softmax_fusion
+        cap = self.config.attn_logit_softcapping
+        mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen, cap)
+        if batch.shard is not None:
+            kind = batch.shard.types[self.layer]
+            if cap and kind != "a2a":
+                raise ValueError(f"--attn-logit-softcapping {cap}: over cp needs a2a, not {kind}")
+            return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
+        p, drop = self._dropout(q, batch)
+        run = core_attention if cache is None else cache.attend
+        return run(q, k, v, self.backend, mask, p, drop, fused)[0]
 
     def _queries_keys_values(
         self, packed: torch.Tensor, rotary: tuple | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if rotary is not None and self.q_norm is None and self.fused_rope:
-            return rope_packed(packed, self.widths, self.head_dim, *rotary, self.interleaved)
+        config = self.config
+        if rotary is not None and self.q_norm is None and config.rope_fusion:
+            return rope_packed(packed, self.widths, self.head_dim, *rotary, config.rotary_interleaved)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if rotary is not None:
-            rotate = rope if self.fused_rope else rope_ref
-            q, k = rotate(q, *rotary, self.interleaved), rotate(k, *rotary, self.interleaved)
+            rotate = rope if config.rope_fusion else rope_ref
+            q = rotate(q, *rotary, config.rotary_interleaved)
+            k = rotate(k, *rotary, config.rotary_interleaved)
         return q, k, v
 
     def _dropout(self, q: torch.Tensor, batch: Batch) -> tuple[float, Callable | None]:
         """Return the dropout probability, and for the unfused path dropout with one mask under any layout."""
-        if not self.dropout or batch.dropout_seed is None:
+        p = self.config.attention_dropout
+        if not p or batch.dropout_seed is None:
             return 0.0, None
-        heads = torch.arange(q.shape[2], device=q.device) + self.tp.rank * q.shape[2]
-        positions = (batch.positions, batch.positions)  # in training queries and keys are the same tokens
-        place = (batch.dropout_seed, -1 - self.layer, positions, batch.sample_ids, heads)
-        return self.dropout, lambda probs: attention_dropout(probs, self.dropout, *place)
+        drop = partial(
+            attention_dropout,
+            p=p,
+            seed=batch.dropout_seed,
+            site=-1 - self.layer,
+            positions=(batch.positions, batch.positions),  # in training queries and keys are the same tokens
+            sample_ids=batch.sample_ids,
+            heads=torch.arange(q.shape[2], device=q.device) + self.tp.rank * q.shape[2],
+        )
+        return p, drop

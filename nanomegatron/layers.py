@@ -117,17 +117,26 @@ class MLP(nn.Module):
         ffn = size or config.ffn_size
         inner = {"gate": ffn, "up": ffn} if config.gated else ffn
         bias = not config.disable_bias_linear
-        sharded = config.sequence_parallel
         self.activation = activation(config)
         self.plain_act = plain_act(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute = size is None and config.recomputes("mlp")
         self.linear_fc1 = ColumnParallelLinear(
-            h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=True, sequence_parallel=sharded
+            h,
+            inner,
+            tp,
+            init.at("linear_fc1"),
+            bias=bias,
+            skip_bias_add=True,
+            sequence_parallel=config.sequence_parallel,
         )
-        std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_fc2 = RowParallelLinear(
-            ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=sharded
+            ffn,
+            h,
+            tp,
+            init.at("linear_fc2", scaled_std(config.init_method_std, config.num_layers)),
+            bias=bias,
+            sequence_parallel=config.sequence_parallel,
         )
 
     def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
@@ -141,32 +150,37 @@ class Embedding(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        sizes: tuple[int, int, int],
+        vocab_size: int,
+        padded_vocab_size: int,
+        max_sequence_length: int,
         weight: nn.Parameter,
         tp: Axis,
         init: Init,
     ) -> None:
-        """sizes: vocabulary, padded vocabulary, positions; weight: of the word embeddings."""
+        """weight: of the word embeddings."""
         super().__init__()
-        vocab_size, padded_size, positions = sizes
-        h, cut = config.hidden_size, config.sequence_parallel
         self.p = config.hidden_dropout
         self.add = bias_dropout_add if config.bias_dropout_fusion else bias_dropout_add_ref
         # Rounded to the weights' type, as transformers does.
         self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weight.dtype))
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, padded_size, h, tp, sequence_parallel=cut, weight=weight
+            vocab_size,
+            padded_vocab_size,
+            config.hidden_size,
+            tp,
+            sequence_parallel=config.sequence_parallel,
+            weight=weight,
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            part = replica(f"{init.name}.position_embeddings.weight", (positions, h), tp, partial=cut)
-            spec = ParamSpec((part,), (positions, h))
-            self.position_embeddings = new_parameter(spec, init)
+            shape = (max_sequence_length, config.hidden_size)
+            part = replica(f"{init.name}.position_embeddings.weight", shape, tp, config.sequence_parallel)
+            self.position_embeddings = new_parameter(ParamSpec((part,), shape), init)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        positions = self.position_embeddings
-        places = None if positions is None else batch.embedded_positions
-        x = self.word_embeddings(batch.tokens, self.multiplier, positions, places)
+        table = self.position_embeddings
+        positions = None if table is None else batch.embedded_positions
+        x = self.word_embeddings(batch.tokens, self.multiplier, table, positions)
         return self.add(x, None, None, hidden_dropout(self.p, batch, 0))
 
 
@@ -181,9 +195,12 @@ class OutputLayer(nn.Module):
     def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:
         """weight: `[V/tp, h]`, V padded: rows from `vocab_size` on are padding; the loss ignores them."""
         super().__init__()
-        self.vocab_size, self.weight, self.tp = vocab_size, weight, tp
+        self.vocab_size = vocab_size
+        self.weight = weight
+        self.tp = tp
         self.sequence_parallel = config.sequence_parallel
-        self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
+        self.scaling = config.logits_scaling
+        self.cap = config.final_logit_softcapping
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
@@ -192,11 +209,12 @@ class OutputLayer(nn.Module):
 
         labels, loss_weights `[b, s]`: as in `Batch`.
         """
-        cut = self.sequence_parallel and self.training
-        x = x if self.scaling == 1 else x / self.scaling
+        sequence_sharded = self.sequence_parallel and self.training
+        if self.scaling != 1:
+            x = x / self.scaling
         if labels is not None and self.loss is not None:
-            return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut)
-        logits = self.linear(x, self.weight, self.tp, "gather" if cut else "copy")
+            return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, sequence_sharded)
+        logits = self.linear(x, self.weight, self.tp, "gather" if sequence_sharded else "copy")
         if self.cap:
             logits = torch.tanh(logits / self.cap) * self.cap
         if labels is None:

@@ -142,31 +142,47 @@ class GPTModel(nn.Module):
     ) -> None:
         """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp."""
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
+        self.vocab_size = vocab_size
         self.tp = tp = tp or stage.mesh.tp
         self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
         self.input_tensor: torch.Tensor | None = None
-        self.pre_process, self.post_process = stage.pre_process, stage.post_process
-        sizes = (vocab_size, self.padded_vocab_size, max_sequence_length)
+        self.pre_process = stage.pre_process
+        self.post_process = stage.post_process
+        sizes = (vocab_size, self.padded_vocab_size)
         decoder = init.at("decoder", config.init_method_std)
         tied = not config.untie_embeddings_and_output_weights
-        words, self.embedding = stage.word_embeddings, None
+        words = stage.word_embeddings
         if words is None and (stage.pre_process or (stage.post_process and tied)):
-            name, ends = "embedding.word_embeddings.weight", stage.mesh.embed if tied else None
-            words = new_parameter(vocab_spec(name, sizes[:2], config.hidden_size, tp, tied, ends), decoder)
+            name = "embedding.word_embeddings.weight"
+            ends = stage.mesh.embed if tied else None
+            words = new_parameter(vocab_spec(name, sizes, config.hidden_size, tp, tied, ends), decoder)
+        self.embedding = None
         if stage.pre_process:
-            start = init.at("embedding", config.init_method_std)
-            self.embedding = Embedding(config, sizes, words, tp, start)
+            self.embedding = Embedding(
+                config,
+                vocab_size,
+                self.padded_vocab_size,
+                max_sequence_length,
+                words,
+                tp,
+                init.at("embedding", config.init_method_std),
+            )
         layers = range(config.num_layers) if stage.layers is None else stage.layers
         self.layers = nn.ModuleList(
             TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.mesh) for i in layers
         )
         self.final_layernorm = self.output_layer = None
         if stage.post_process:
-            final = decoder.at("final_layernorm")
-            self.final_layernorm = Norm(config, config.hidden_size, tp, final, config.sequence_parallel)
+            self.final_layernorm = Norm(
+                config,
+                config.hidden_size,
+                tp,
+                decoder.at("final_layernorm"),
+                partial=config.sequence_parallel,
+            )
             if not tied:
-                spec = vocab_spec("output_layer.weight", sizes[:2], config.hidden_size, tp)
+                spec = vocab_spec("output_layer.weight", sizes, config.hidden_size, tp)
                 words = new_parameter(spec, decoder)
             elif stage.pre_process or stage.word_embeddings is not None:
                 words.spec = replace(words.spec, uses=2)
@@ -193,16 +209,16 @@ class GPTModel(nn.Module):
         rotary: dict[str | None, tuple | None] = {None: None}
         for kind in {layer.rotary_kind for layer in self.layers} - {None}:
             rotary[kind] = rope_angles(batch.rotary_positions, config, kind == "local")
-        cut = config.sequence_parallel and self.training
-        batch = replace(
-            batch, residual_positions=own_slice(batch.positions, self.tp) if cut else batch.positions
-        )
-        x, self.input_tensor = self.input_tensor, None
+        sequence_sharded = config.sequence_parallel and self.training
+        positions = own_slice(batch.positions, self.tp) if sequence_sharded else batch.positions
+        batch = replace(batch, residual_positions=positions)
+        x = self.input_tensor
+        self.input_tensor = None
         if self.embedding is not None:
             x = self.embedding(batch)
         elif x is None:
             raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
-        spread = self.tp if config.distribute_saved_activations and not cut else None
+        spread = self.tp if config.distribute_saved_activations and not sequence_sharded else None
         for segment, again in config.segments(len(self.layers)):
             layers = [self.layers[i] for i in segment]
             run = partial(self.run_layers, layers, batch=batch, rotary=rotary, cache=cache)

@@ -32,7 +32,7 @@ def test_words_are_multiplied_by_a_number_of_their_type():
     config = TransformerConfig(1, 16, 2, embedding_multiplier=multiplier, position_embedding_type="rope")
     weight, one = torch.nn.Parameter(weight), Axis.single()
     tokens = torch.arange(30).view(2, 15)
-    found = Embedding(config, (31, 31, 15), weight, one, Init())(Batch(tokens, torch.arange(15)))
+    found = Embedding(config, 31, 31, 15, weight, one, Init())(Batch(tokens, torch.arange(15)))
     assert torch.equal(found, theirs(tokens).transpose(0, 1))
     assert not torch.equal(found, (weight[tokens] * multiplier).transpose(0, 1)), "the rounding shows"
 

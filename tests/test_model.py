@@ -390,7 +390,7 @@ def test_every_dropout_has_its_own_mask(monkeypatch):
     """One on the embedding, two and the attention's a layer; numbered alike on every layout."""
     sites = []
     for name in ("nanomegatron.ops.dropout.dropout", "nanomegatron.attention.attention_dropout"):
-        monkeypatch.setattr(name, lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
+        monkeypatch.setattr(name, lambda x, p, seed, site, *_, **__: sites.append((p, seed, site)) or x)
     build(GPT2_TP)(batch(dropout_seed=7)[0])
     assert sites == [(0.1, 7, site) for site in (0, -1, 1, 2, -2, 3, 4)]
 
