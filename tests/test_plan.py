@@ -110,6 +110,7 @@ def test_parameters_are_those_of_the_model(family, tp):
     axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
     sizes = dict(vocab_size=100, max_sequence_length=32, padded_vocab_size=128)
     built = GPTModel(model, tp=axis, init=Init(device=torch.device("meta")), **sizes)
+    pick_variants(built, Axis.single("cp"))
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model, 128, tp)
 
 
