@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from zlib import crc32
 
 import pytest
@@ -255,6 +256,14 @@ def test_norms_over_all_heads_are_picked_behind_the_constructor():
         assert (len(q), len(k)) == (64, 32) and q.dtype == k.dtype == torch.bfloat16
         assert (q == 1).all() and not q.spec.decay and q.spec.parts[0].name.endswith("q_layernorm.weight")
     assert model(inputs, labels).isfinite().all()
+
+
+def test_bounded_scores_need_whole_rows_over_cp():
+    """A ring would bound nothing; settings refuse it, too, but not a model made by hand."""
+    model = build(replace(LLAMA, attn_logit_softcapping=2.0))
+    inputs = replace(batch()[0], shard=SimpleNamespace(types=("p2p", "p2p")))
+    with pytest.raises(ValueError, match="over cp needs a2a, not p2p"):
+        model(inputs)
 
 
 def cut_over_tp(mesh, config):
