@@ -49,7 +49,6 @@ from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.identity import data_identity
 from nanomegatron.debug.nan import stop_at_nan
-from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, BAD_STEPS, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
@@ -67,6 +66,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
+from nanomegatron.report.evaluate import evaluate, evaluate_only
 from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.plots import draw_pictures

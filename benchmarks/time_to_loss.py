@@ -47,9 +47,9 @@ from nanomegatron.build import pick_schedules
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
-from nanomegatron.evaluate import evaluate
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
 from nanomegatron.step import build_loaders

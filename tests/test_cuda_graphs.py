@@ -15,12 +15,12 @@ import train
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.cli import parse
-from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import World
 from nanomegatron.pp import execute
+from nanomegatron.report.evaluate import evaluate
 from tests.spmd import run_spmd
 from tests.training import arguments, set_up, sources  # noqa: F401
 

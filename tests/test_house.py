@@ -18,10 +18,10 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2598          105            137      33      29      30
+checkpoint          2599          105            137      33      29      30
 commands            1129           44             81      30      11      21
 config              2386          113            138      10      44      49
-core                3095           16            163      36      12      46
+core                3054           16            161      36      11      46
 data                1754           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
@@ -29,7 +29,7 @@ faults              1065           44             44       3       5      16
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
 programs             764           19             45       1      15      10
-report              1521           71             70       7      13      16
+report              1562           71             72       7      14      16
 variants             203            2              3       0       0       2
 """
 
@@ -57,7 +57,7 @@ run
 generate step
 faults.alive
 checkpoint.resume
-evaluate faults.recovery debug/
+report.evaluate faults.recovery debug/
 preprocess
 train convert setup commands/
 __main__

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import train
-from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
 from tests.gpu.ranks import needs_two
 from tests.gpu.test_layouts import ALL
