@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import Paths, install
+from nanomegatron.build import Paths, install, pick_variants
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
+from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
@@ -27,7 +28,9 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False
         *(2, 512, 8), max_position_embeddings=LONGEST, init_method_std=std, **FAMILIES[family]
     )
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=512)
-    model = Stages([GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))])
+    chunk = GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))
+    pick_variants(chunk, Axis.single("cp"))
+    model = Stages([chunk])
     return install(model, Paths(linear=linear if kernel else None))
 
 
