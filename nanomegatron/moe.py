@@ -38,7 +38,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.batch import Batch
@@ -176,19 +175,18 @@ class TokenDispatch:
         return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, most)
 
     def pack_choices(self, probs: torch.Tensor, ids: torch.Tensor, to_ranks: Routing) -> torch.Tensor:
-        """Join probs and the bits of the ids in order of ranks, for one exchange; padding gets the id -1.
+        """Join probs and the bits of ids + 1 in order of ranks, for one exchange; zeros, as in padding: none.
 
         probs, ids `[t, k]` -> `[rows, 2*k]`, fp32
         """
-        tokens = to_ranks.source // ids.shape[1]  # -1, the last, in padding
-        bits = F.pad(ids, (0, 0, 0, 1), value=-1)[tokens].view(torch.float32)
-        return torch.cat((self.permute(probs, to_ranks), bits), dim=1)
+        bits = (ids + 1).view(torch.float32)
+        return self.permute(torch.cat((probs, bits), dim=1), to_ranks)
 
 
 def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Undo `pack_choices`. choices `[n, 2*k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
     probs, bits = choices.chunk(2, dim=1)
-    return probs.contiguous(), bits.detach().contiguous().view(torch.int32)
+    return probs.contiguous(), bits.detach().contiguous().view(torch.int32) - 1
 
 
 class AllGatherDispatch(TokenDispatch):

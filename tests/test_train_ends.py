@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import evaluate
 from nanomegatron import generate as run_sample
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.report import plots
+from nanomegatron.report import evaluate, plots
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 
