@@ -179,7 +179,8 @@ EVALUATED = """
 --train-iters 20 --eval-iters 100 | 100
 --train-iters 20 --eval-iters 0 | 0
 --train-iters 20 --megatron-defaults | 100
---train-iters 20 --eval-only --load x | 100
+--train-iters 20 --eval-only --load x | 2
+--eval-only --load x | 100
 --train-iters 20 --eval-only --load x --eval-iters 7 | 7
 """
 

@@ -13,6 +13,7 @@ from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, R
 from nanomegatron.data.blended_dataset import BlendedDataset
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.report.banner import epochs_text
 from tests.checkpoints import ALONE, cuts, save, save_alone
 from tests.megatron_data import random_documents, write
 
@@ -42,6 +43,8 @@ def test_what_is_added_is_whole_epochs_in_an_order_of_its_own(tmp_path):
     indexed = write(tmp_path / "d", random_documents(0, 30, 20))
     once = len(GPTDataset(indexed, (0, 30), None, 8, 7))
     first = GPTDataset(indexed, (0, 30), 2 * once, 8, 7)
+    assert GPTDataset(indexed, (0, 30), None, 8, 7).epochs == 1 and first.epochs == 2
+    assert [epochs_text(data) for data in (first, object())] == [" (2 epochs)", ""]
     both = GPTDataset(indexed, (0, 30), 4 * once, 8, 7, before=(2 * once,))
     added = both.document_index[len(first.document_index) :]
     assert set(Counter(added.tolist()).values()) == {len(added) // 30}

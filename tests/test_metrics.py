@@ -160,11 +160,12 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
 
 def test_an_evaluation_by_itself_does_not_replace_that_of_training(tmp_path):
     started(tmp_path).evaluation(5, "validation", 3.0, batches=4)
-    for loss in (2.5, 2.0):  # its last stands
+    for loss in (2.5, 2.0):
         started(tmp_path, eval_only=True, iteration=5).evaluation(5, "validation", loss, batches=2)
     evals = read_jsonl(tmp_path / "evals.jsonl")
     assert [(e["lm_loss"], e["batches"], e.get("eval_only")) for e in evals] == [
         (3.0, 4, None),
+        (2.5, 2, True),
         (2.0, 2, True),
     ]
 

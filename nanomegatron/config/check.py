@@ -149,7 +149,7 @@ def resolve(config: Config, world_size: int) -> Config:
     dp = world_size // config.parallel.ranks_per_replica
     _, batch = stages(data, dp)[-1]
     iters = run.train_iters or len(samples_before(config, dp)) - 1
-    held_out = MOST_EVALUATED if run.eval_only else min(MOST_EVALUATED, max(1, iters // 10))
+    held_out = min(MOST_EVALUATED, max(1, iters // 10))
     return replace(
         config,
         model=replace(

@@ -80,6 +80,11 @@ class GPTDataset(Samples):
             lambda: _joined([plan.build(lengths) for plan in plans]),
         )
 
+    @property
+    def epochs(self) -> int:
+        """How often the samples go through the text; the last time perhaps not to its end."""
+        return len(self.document_index) // (self.sequences[1] - self.sequences[0])
+
     def __getitem__(self, i: int) -> np.ndarray:
         """The i-th sample, int64 [seq_length + 1]."""
         if not 0 <= i < len(self):

@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,7 +113,8 @@ def buckets_text(buckets: Buckets) -> str:
 def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> Iterator[str]:
     """Yield lines on the data and batches of a run of `samples` samples, and the folder of its files."""
     run, dp = config.run, config.parallel.data_parallel_size
-    sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), datasets, strict=True) if d]
+    parts = zip(("train", "valid", "test"), datasets, strict=True)
+    sizes = [f"{len(d)} {n}{epochs_text(d)}" for n, d in parts if d]
     what = f"{run.eval_iters} batches evaluated" if run.eval_only else f"{run.train_iters} iterations"
     yield f"data    {', '.join(sizes)} {batch_text(config)} | {what} | seed {run.seed}"
     grows = [f"{size} from sample {start}" for start, size in stages(config.data, dp)]
@@ -121,6 +123,14 @@ def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> I
         yield f"batch   {', '.join(shown)} | {samples} samples in all"
     saves = " | Ctrl-C saves and stops, the same command resumes from there"
     yield f"files   {folder}/" + saves * (not run.eval_only)
+
+
+def epochs_text(dataset: Any) -> str:
+    """Say how often the samples of a dataset go through its text, if more than once and known."""
+    epochs = getattr(dataset, "epochs", 1)  # blends and packs have several texts
+    if epochs == 1:
+        return ""
+    return f" ({epochs} epochs)"
 
 
 def commit() -> str:

@@ -283,7 +283,10 @@ class RunLog:
             record["eval_only"] = True  # beside that of training at this step
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
-            evals.put(record, ("iteration", "split", "eval_only"))
+            if self.config.run.eval_only:
+                evals.append(record)
+            else:
+                evals.put(record, ("iteration", "split", "eval_only"))
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
             tags[f"bits per byte {split}"] = bpb
