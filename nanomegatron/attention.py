@@ -1,5 +1,7 @@
 """Self attention of a decoder layer, its heads sharded over tp.
 
+Tests: tests/test_model.py. Page: docs/architecture.md.
+
     x [s, b, h] -> linear_qkv -> q [s, b, n/tp, d], k, v [s, b, g/tp, d]
                    (q, k norm), rotary embedding
                    context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py; over cp: cp.py

@@ -1,4 +1,7 @@
-"""One microbatch: loaders make it, the training step adds to it, the model reads it."""
+"""One microbatch: loaders make it, the training step adds to it, the model reads it.
+
+Tests: tests/test_model.py. Page: docs/data.md.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

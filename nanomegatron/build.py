@@ -1,5 +1,7 @@
 """The one place that builds a model and picks its fast paths and variants.
 
+Tests: tests/test_layouts.py. Page: docs/architecture.md.
+
     config, mesh -> PeerAccess -> Paths, and why        paths_for
     config, mesh -> Stages of GPTModels                 build
     model, Paths -> model with these paths              install, before its parameters go into buckets

@@ -1,5 +1,7 @@
 """Collectives over one axis of the mesh: plain ones, and pairs that autograd can differentiate.
 
+Tests: tests/test_comm.py. Page: docs/parallel.md.
+
 Every function takes an `Axis` and is the identity on an axis of size 1. Functions are out of place, except
 those whose name ends in _ or that get an `out`; `start_...` returns a Pending. Over an axis, a tensor is in
 one of four states. Each differentiable function takes it from one state to another:

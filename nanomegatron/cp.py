@@ -1,5 +1,7 @@
 """Context parallelism: attention over rows whose tokens are sharded over the ranks of an axis.
 
+Tests: tests/test_cp.py. Page: docs/context.md.
+
 All layers but attention work on each token separately. A causal query attends to earlier tokens, so equal
 slices of a row would be unequal work. A row is cut into 2 * cp chunks, and rank r has chunks r and 2cp-1-r:
 

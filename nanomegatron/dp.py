@@ -1,5 +1,7 @@
 """Data parallelism: each replica sees different samples, and gradients are summed before the update.
 
+Tests: tests/test_dp.py. Page: docs/parallel.md.
+
 Gradients are summed over d ranks: those of dp x cp, for experts those of edp.
 
     parameters in reverse order of use, laid into flat buckets

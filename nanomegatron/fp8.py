@@ -1,5 +1,7 @@
 """FP8 recipes: which scale quantizes a tensor, which amax the scale is from, and which ranks agree on it.
 
+Tests: tests/test_fp8.py. Page: docs/fp8.md.
+
 A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls
 (`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is cast
 as it is ("rowwise"), transposed ("columnwise"), or both:

@@ -1,5 +1,7 @@
 """The linear function of tp.py with its three matmuls in FP8.
 
+Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
+
     x ---- cast ---> x rowwise [t, i] ------------.                              y  = x W^T
        \\                                           \\
         `----------> x columnwise [i, t]  saved     \\

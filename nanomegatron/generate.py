@@ -1,5 +1,7 @@
 """Generate text with a trained model: sample token by token, with a cache of keys and values.
 
+Tests: tests/test_generate.py. Page: docs/api.md.
+
 A token's keys and values never change once they are computed, so they are kept, and each step runs the model
 on one new token. Prompts of a batch step together, at the same position, and need neither padding nor mask
 (past the end of the shortest, longer prompts are read token by token; generate long ones separately):

@@ -1,5 +1,7 @@
 """The layers of a transformer besides attention: Norm, MLP, embedding, output layer.
 
+Tests: tests/test_model.py. Page: docs/architecture.md.
+
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
 If a layer has a fast form, one attribute holds the function that runs: `MLP.run`, `OutputLayer.linear`,

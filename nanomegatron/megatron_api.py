@@ -1,5 +1,7 @@
 """Megatron Core's spellings of what is here, for code that was written for it. The core imports none of this.
 
+Tests: tests/test_config_keywords.py. Page: docs/api.md.
+
     Megatron Core                                      here
     ColumnParallelLinear(..., gather_output=True)      tp.ColumnParallelLinear, then comm.gather_from
     RowParallelLinear(..., input_is_parallel=False)    comm.scatter_to, then tp.RowParallelLinear

@@ -1,5 +1,7 @@
 """The process groups of a run: built once, and passed to the layers that communicate.
 
+Tests: tests/test_mesh.py. Page: docs/parallel.md.
+
 The ranks form a grid, tensor parallel fastest, then context, data and pipeline (Megatron's tp-cp-ep-dp-pp):
 
     rank = tp + TP * (cp + CP * (dp + DP * pp))          world = TP * CP * DP * PP

@@ -1,5 +1,7 @@
 """The transformer, one class for each box of the drawing; model families differ only in configuration.
 
+Tests: tests/test_model.py. Page: docs/architecture.md.
+
         tokens [b, s]
            |
        Embedding         word (+ learned position), dropout                  -> [s, b, h]

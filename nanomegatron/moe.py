@@ -1,5 +1,7 @@
 """Mixture of experts: many small MLPs in place of one; a router picks k of them for each token.
 
+Tests: tests/test_moe_dispatch.py. Page: docs/moe.md.
+
     x [t, h] --+-- route       Router: probs, ids [t, k]
                |-- dispatch    tokens to the ranks of their experts, copies in order of experts    rows [r, h]
                |   experts     GroupedExperts: an MLP for each group of rows                       rows [r, h]

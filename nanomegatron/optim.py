@@ -1,5 +1,7 @@
 """AdamW with fp32 main parameters, clipping and loss scaling; the host never waits in a step.
 
+Tests: tests/test_optim.py. Page: docs/life-of-a-step.md.
+
     gradients (summed)  ->  norm of each part  ->  global norm over all ranks  ->  clip factor, finite?
                                                                                            |
     main params (fp32)   <-  AdamW reads factor and flag from the device: a bad step changes nothing

@@ -1,5 +1,7 @@
 """Parameters as slices of named global tensors, whose initial values depend only on (seed, name).
 
+Tests: tests/test_param.py. Page: docs/life-of-a-step.md.
+
 Only `param.spec` says how a weight is sharded. Initialisation, checkpoints, conversion, norms and the memory
 planner all read it:
 

@@ -1,5 +1,7 @@
 """Pipeline parallelism: the model cut into stages, and one executor that runs any schedule.
 
+Tests: tests/test_pp.py. Page: docs/pipeline.md.
+
     schedules.py   what each rank does, op by op, and which messages follow          (pure data)
     pp.py          receives, computes and sends, op by op                            (the executor)
 

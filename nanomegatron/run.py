@@ -1,4 +1,7 @@
-"""The state of a run in one process: its parts and its progress."""
+"""The state of a run in one process: its parts and its progress.
+
+Tests: tests/test_train.py. Page: docs/life-of-a-step.md.
+"""
 
 import time
 from collections import Counter

@@ -1,5 +1,7 @@
 """Pipeline schedules as pure data: the ops of each rank in order, the messages between ranks, a simulator.
 
+Tests: tests/test_schedules.py. Page: docs/pipeline.md.
+
     name         bubble / ideal time      peak activations, in microbatches of a rank's layers   source
     gpipe        (p-1) / m                m                                                      1811.06965
     1f1b         (p-1) / m                p                                                      2006.09503

@@ -1,5 +1,7 @@
 """The parts of an iteration: this rank's microbatches, and the loss on the last pipeline stage.
 
+Tests: tests/test_train.py. Page: docs/life-of-a-step.md.
+
     global batch of an iteration, in the order of the data
         microbatch 0            microbatch 1            ...
         dp 0 | dp 1 | ...       dp 0 | dp 1 | ...               each dp rank reads its own part

@@ -1,5 +1,7 @@
 """Tensor parallelism: each layer's matrices sharded over the ranks of one axis.
 
+Tests: tests/test_tp.py. Page: docs/parallel.md.
+
                 x  [s, b, h]                                x  [s/tp, b, h]   with sequence parallelism
                 |  on every rank, nothing sent              |  all-gather the sequence
         W1 [o/tp, h]   output features are sharded                                  ColumnParallelLinear

@@ -1,5 +1,7 @@
 """ZeRO-2 (`optim_grads`): gradients, too, are kept as shards, and reduced after every microbatch.
 
+Tests: tests/test_dp.py. Page: docs/parallel.md.
+
     first contribution to a bucket    allocates its gradients, once earlier microbatches are reduced
     last contribution                 starts its reduce-scatter, which frees them; at most IN_FLIGHT hold any
     reduced shard                     is added to `grad_shard`, an fp32 sum over the microbatches
