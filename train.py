@@ -49,7 +49,7 @@ from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.identity import data_identity
 from nanomegatron.debug.nan import stop_at_nan
-from nanomegatron.faults.exit import BAD_CONFIG, BAD_STEPS, DONE, SAID, name_culprit, report_failure
+from nanomegatron.faults.exit import BAD_CONFIG, BAD_STEPS, DONE, EXIT_CODES, name_culprit, report_failure
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
 from nanomegatron.faults.history import check_history, is_done
@@ -57,7 +57,7 @@ from nanomegatron.faults.launch import hold_signals, launch
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
-from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
+from nanomegatron.faults.signals import NO_SIGNALS, PREEMPTED, Preempted, Signals, preempted
 from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.generate import show_sample
@@ -127,8 +127,10 @@ def main(argv: list[str]) -> int:
 def launch_ranks(config: Config, argv: list[str]) -> int:
     """Run in --nproc processes of this machine; return the exit code of the run."""
     blame = functools.partial(name_culprit, config.run.folder, timestamp())
-    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED), hold=True)
-    named = (code for code in SAID if code in codes)
+    codes = launch(
+        run_rank, config.run.nproc, (argv,), on_failure=blame, ok_codes=(DONE, PREEMPTED), hold=True
+    )
+    named = (code for code in EXIT_CODES if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
 
@@ -235,7 +237,7 @@ def run_rank(world: World, argv: list[str]) -> int:
     return code
 
 
-def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
+def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = NO_SIGNALS) -> Run:
     """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
     signals.check(mesh)
     profile = Profile(config.run, mesh, log)  # before anything takes memory
@@ -282,7 +284,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     known = data_identity(datasets) if mesh.rank == 0 else {}
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)
     if grads:
-        run.execute = build_executor(config, paths, model, grads, log.line)
+        run.forward_backward = build_executor(config, paths, model, grads, log.line)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
     run.saver = None if config.run.eval_only else new_saver(run)
@@ -308,7 +310,7 @@ def train(run: Run) -> int:
         warm_up_step(run)
     run.optimizer.cast_weights()
     if config.debug_nan:
-        stop_at_nan(run.model, run.grads, run.mesh)
+        stop_at_nan(run.model, run.buckets, run.mesh)
     if run.evaluated < run.iteration < config.train_iters and due(config.eval_interval, run.iteration):
         evaluate(run)  # it was due when a signal stopped the run
     step = train_step
@@ -364,18 +366,18 @@ def train_step(run: Run) -> StepReport:
     if expert_load:
         expert_load.begin()
     if counts_casts := due(config.log_fp8_stats, batch.iteration):
-        run.grads.wait_params()  # the weights, which are cast again to be counted
+        run.buckets.wait_params()  # the weights, which are cast again to be counted
         fp8_stats.begin()
-    run.grads.zero(len(microbatches))
+    run.buckets.zero_grad_buffer(len(microbatches))
     loss = torch.zeros((), device=mesh.device)
     step = forward_step(run, microbatches, token_count(run, microbatches), loss)
     tracer.begin(batch.iteration, run.model.plan(len(microbatches))[0], run.model.placed)
     with timers("forward-backward"):
         shape = run.model.shape(data.seq_length // mesh.cp.size, data.micro_batch_size)
-        run.execute(run.model, step, len(microbatches), shape, tracer=tracer)
+        run.forward_backward(run.model, step, len(microbatches), shape, tracer=tracer)
     empty_unused_memory(run, level=1)
     with timers("all-grads-sync"):
-        run.grads.grad_sync()
+        run.buckets.finish_grad_sync()
     local_loss = loss if run.model.is_loss_rank else torch.zeros_like(loss)  # counted once per dp_cp rank
     stop_flags = torch.tensor(run.stop_flags(), dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = torch.cat((local_loss[None], stop_flags.to(mesh.device, non_blocking=True)))

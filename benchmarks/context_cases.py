@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.session import Case, Run, Session
 from nanomegatron.build import attention_over_cp
 from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
-from nanomegatron.cp import RingFunction, Shard, Step
+from nanomegatron.cp import AttentionBlock, RingFunction, SequenceShard
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
@@ -117,13 +117,13 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
         if row.bounds:
             shard = DocumentShard.of_documents(axis, row.s, (kind,), np.array(row.bounds))
         else:
-            shard = Shard.of_row(axis, row.s, (kind,))
+            shard = SequenceShard.of_row(axis, row.s, (kind,))
         attention = attention_over_cp(ring, None, axis)
         call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
         return run_of(session, row, shard.places, call, backward)
 
     def equal_slices(backward: bool) -> Run:
-        steps = [None if i > axis.rank else Step(ALL, ALL, Block(i == 0)) for i in range(axis.size)]
+        steps = [None if i > axis.rank else AttentionBlock(ALL, ALL, Block(i == 0)) for i in range(axis.size)]
         call = lambda q, k, v: RingFunction.apply(q, k, v, axis, steps, backend)  # noqa: E731
         return run_of(session, row, np.arange(row.s).reshape(axis.size, -1)[axis.rank], call, backward)
 

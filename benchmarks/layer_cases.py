@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory
 from benchmarks.session import Case, Run, Session
 from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear, gather_matmul, matmul_scatter
 from nanomegatron.fp8 import RECIPES, Scales
@@ -138,7 +138,7 @@ class Linear:
         x, g = self.values["x"][:, None].requires_grad_(), self.values["g"][:, None]  # [s, b, h]
         init = Init(dtype=torch.bfloat16, device=self.device, name="layer")
         linear = self.kind(self.i, self.o, Axis.single("tp"), init, bias=False)
-        Buckets(linear, ParallelConfig(), self.mesh).zero(10**9)
+        ParamAndGradBuckets(linear, ParallelConfig(), self.mesh).zero_grad_buffer(10**9)
         run = lambda: torch.autograd.grad(linear(x), x, g)[0]  # noqa: E731
         if recipe != "bf16":
             use_fp8(linear, Scales(RECIPES[recipe](), self.device).add_layer("layer"))

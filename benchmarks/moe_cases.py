@@ -24,7 +24,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_experts import accumulate_fp8_outer, fp8_parts, grouped_fp8_mm
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
@@ -65,7 +65,7 @@ class Layer:
         self.mesh = Mesh.build(config.parallel, session.world, device, config.model.num_kv_heads)
         self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
         OverlappedMoe(PeerAccess.build(self.mesh, config.parallel), halves).install(self.layer)
-        self.buckets = Buckets(self.layer, config.parallel, self.mesh)
+        self.buckets = ParamAndGradBuckets(self.layer, config.parallel, self.mesh)
         b, s = data.micro_batch_size, data.seq_length
         places, tokens = torch.arange(s, device=device), torch.zeros(b, s, dtype=torch.int64, device=device)
         scale = torch.full((), 1 / (b * s), device=device)
@@ -76,7 +76,7 @@ class Layer:
         self.x.requires_grad_()
 
     def prepare(self) -> None:
-        self.buckets.zero(1)
+        self.buckets.zero_grad_buffer(1)
         self.x.grad = None
 
     def both(self) -> torch.Tensor:
@@ -187,7 +187,7 @@ class ExpertLinear:
         device, self.dtype = session.device, getattr(torch, config.dtype_name)
         init, act = Init(7, self.dtype, device, name="mlp.experts"), activation(config.model)
         experts = GroupedExperts(config.model, Mesh(ep=Axis("ep", ep, 0, tuple(range(ep)))), init, act)
-        self.buckets = Buckets(experts, ParallelConfig(), session.mesh)
+        self.buckets = ParamAndGradBuckets(experts, ParallelConfig(), session.mesh)
         self.weight, self.transposed = getattr(experts, name), name == "weight2"
         self.offsets = even_offsets(config, ep, device)
         self.w = self.weight.detach().view(len(self.offsets) - 1, -1, self.weight.shape[1])
@@ -207,7 +207,7 @@ class ExpertLinear:
             matmul = partial(grouped_fp8_mm, casts.rowwise, w, groups, self.dtype, fast=True)
         pair = (x, grad) if self.transposed else (grad, x)
         calls = {"y": matmul, "dW": lambda: add(self.weight, *pair, groups)}
-        return Run(calls[what], partial(self.buckets.zero, 1))
+        return Run(calls[what], partial(self.buckets.zero_grad_buffer, 1))
 
 
 def matmul_cases(session: Session) -> Iterator[Case]:

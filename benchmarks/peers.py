@@ -56,7 +56,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.ops.kernels import without_kernels
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 
 NAMES = {  # of a block's weights, in this project
     "attention_norm": "input_layernorm",
@@ -165,7 +165,7 @@ def fill(param: torch.Tensor, value: torch.Tensor, rank: int) -> None:
     param.copy_(value)
 
 
-def our_model(config: Config, mesh: Mesh) -> Stages:
+def our_model(config: Config, mesh: Mesh) -> ModelChunks:
     """The model as train.py begins with it, its vocabulary without padding."""
     vocab, dtype = config.data.vocab_size, getattr(torch, config.dtype_name)
     if vocab % mesh.tp.size:

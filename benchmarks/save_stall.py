@@ -190,7 +190,7 @@ def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
     timed_steps(run, WARM)
     before = timed_steps(run, BEFORE)
     run.flush_report()
-    run.grads.wait_params()
+    run.buckets.wait_params()
     state = {f"{i} {piece.key}": piece.data for i, piece in enumerate(saved_pieces(run)) if piece.owner}
     begin = time.perf_counter()
     future = dcp.async_save(state, checkpoint_id=str(folder / "dcp"))

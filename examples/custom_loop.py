@@ -13,7 +13,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.loader import BatchLoader
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
@@ -36,19 +36,19 @@ def main() -> None:
     shape = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, sequence_parallel=True)
     sizes = dict(vocab_size=tokenizer.vocab_size, max_sequence_length=data.seq_length)
     model = GPTModel(shape, **sizes, tp=mesh.tp, init=Init(seed=1234, device=mesh.device))
-    buckets = Buckets(model, parallel, mesh)
+    buckets = ParamAndGradBuckets(model, parallel, mesh)
     values = [[LR] * STEPS, [LR] * STEPS, [DECAY] * STEPS]  # by step: learning rate, the vocabulary's, decay
     optimizer = Optimizer(buckets, Config().optimizer, Config().precision, values)
     for step in range(STEPS):
         batches = [loader.get((step * MICROBATCHES + i) * BATCH) for i in range(MICROBATCHES)]
         count = all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp)
         mean = torch.zeros((), device=mesh.device)  # of the loss, over all samples of all ranks
-        buckets.zero(MICROBATCHES)
+        buckets.zero_grad_buffer(MICROBATCHES)
         for batch in batches:
             loss = (model(batch, batch.labels) * batch.loss_mask).sum() / count  # of each token [b, s]
             loss.backward()
             mean += loss.detach()
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
         stats = optimizer.step(all_reduce_(mean, mesh.dp_cp))
         if mesh.rank == 0:
             print(f"step {step + 1:2d}  loss {mean:.4f}  gradient norm {stats.grad_norm:.4f}", flush=True)

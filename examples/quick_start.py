@@ -18,13 +18,13 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.loader import BatchLoader
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.megatron_api import forward_backward
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 
 ITERATIONS, LENGTH, BATCH = 5, 64, 8  # BATCH: samples of an iteration, all ranks
 
@@ -39,13 +39,15 @@ def initialize_distributed(tensor_model_parallel_size: int) -> tuple[ParallelCon
     return parallel, mesh
 
 
-def model_provider(mesh: Mesh) -> Stages:
+def model_provider(mesh: Mesh) -> ModelChunks:
     """This rank's part of the model, all of whose weights follow from the seed."""
     config = TransformerConfig(
         num_layers=2, hidden_size=12, num_attention_heads=4, use_cpu_initialization=True
     )
     init = Init(seed=123, device=mesh.device)
-    return Stages([GPTModel(config, vocab_size=100, max_sequence_length=LENGTH, tp=mesh.tp, init=init)], mesh)
+    return ModelChunks(
+        [GPTModel(config, vocab_size=100, max_sequence_length=LENGTH, tp=mesh.tp, init=init)], mesh
+    )
 
 
 def get_train_data_iterator(mesh: Mesh) -> Iterator[Batch]:
@@ -80,14 +82,14 @@ def main() -> None:
     """Groups, model, gradients, optimizer, data, loop; a checkpoint written and read."""
     parallel, mesh = initialize_distributed(tensor_model_parallel_size=2)
     model = model_provider(mesh)
-    buckets = Buckets(model, parallel, mesh)  # beside the model, which nothing wraps
+    buckets = ParamAndGradBuckets(model, parallel, mesh)  # beside the model, which nothing wraps
     values = [[1e-3] * ITERATIONS] * 2 + [
         [0.0] * ITERATIONS
     ]  # learning rates, weight decays of the iterations
     optimizer = Optimizer(buckets, Config().optimizer, Config().precision, values)
     train_iterator = get_train_data_iterator(mesh)
     for iteration in range(ITERATIONS):
-        buckets.zero(1)
+        buckets.zero_grad_buffer(1)
         (losses_reduced,) = forward_backward(
             forward_step_func=forward_step_func(mesh),
             data_iterator=train_iterator,
@@ -96,7 +98,7 @@ def main() -> None:
             seq_length=LENGTH,
             micro_batch_size=BATCH // mesh.dp.size,
         )
-        buckets.grad_sync()  # finalize_model_grads
+        buckets.finish_grad_sync()  # finalize_model_grads
         optimizer.step(losses_reduced["lm loss"])
         if mesh.rank == 0:
             print(f"Iteration {iteration}: lm loss {losses_reduced['lm loss']:.4f}", flush=True)

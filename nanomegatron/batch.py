@@ -26,7 +26,7 @@ class Batch:
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
     cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, document bounds in the b * s tokens
     max_seqlen: int | None = None  # tokens of the longest document
-    shard: Any = None  # the `cp.Shard` under context parallelism: which tokens of the rows are here
+    shard: Any = None  # the `cp.SequenceShard` under context parallelism: which tokens of the rows are here
     # What a training step adds:
     dropout_seed: int | None = None  # decides dropout masks, with sample_ids and positions; None: no dropout
     loss_weights: torch.Tensor | None = None  # [b, s], factor of each token's loss, for the fused loss
@@ -53,7 +53,7 @@ class Batch:
         return replace(self, **{name: change(x) for name, x in self.tensors().items()})
 
     def part(self, shard: Any) -> "Batch":
-        """Return the tokens that a `cp.Shard` of the rows has here, `[b, s/cp]`, and the shard with them."""
+        """Return the tokens that a `cp.SequenceShard` of the rows has here, and the shard. -> `[b, s/cp]`"""
         at = torch.from_numpy(shard.places)
         names = ("tokens", "labels", "loss_mask", "position_ids")
         rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}

@@ -3,9 +3,9 @@
 Tests: tests/test_layouts.py. Page: docs/architecture.md.
 
     config, mesh -> PeerAccess -> Paths, and why        paths_for
-    config, mesh -> Stages of GPTModels                 build
+    config, mesh -> ModelChunks of GPTModels                 build
     model, Paths -> model with these paths              install, before its parameters go into buckets
-    model, Paths -> Buckets, Optimizer                  build_optimizer
+    model, Paths -> ParamAndGradBuckets, Optimizer                  build_optimizer
     config -> what cuts batches over cp                 batch_sharding
 
 A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that
@@ -27,7 +27,7 @@ from nanomegatron.config.check_layout import graph_conflict, graph_impl
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.cp import context_attention, shard_batch
-from nanomegatron.dp import Buckets, ShardComm
+from nanomegatron.dp import ParamAndGradBuckets, ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.decode import decoder
 from nanomegatron.fast.discard_output import discard_activations
@@ -49,12 +49,12 @@ from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, Stage
+from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.router import Router
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
@@ -89,10 +89,10 @@ class Paths:
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
-    shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
-    gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
+    shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
+    gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
-    decoder: Callable | None = None  # Stages.decoder, for generation
+    decoder: Callable | None = None  # ModelChunks.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
@@ -151,7 +151,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
 
 def build_executor(
-    config: Config, paths: Paths, stages: Stages, grads: Buckets, say: Callable[[str], None]
+    config: Config, paths: Paths, stages: ModelChunks, grads: ParamAndGradBuckets, say: Callable[[str], None]
 ) -> Callable[..., None]:
     """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
     if not paths.graphs:
@@ -159,7 +159,7 @@ def build_executor(
     return paths.graphs(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
 
 
-def install(stages: Stages, paths: Paths) -> Stages:
+def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     stages.decoder = paths.decoder
     for chunk in stages if paths.layers else ():
@@ -225,7 +225,7 @@ def pick_router(router: Router) -> None:
     }
 
 
-def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
+def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> ModelChunks:
     """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
     parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
@@ -242,12 +242,12 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 max_sequence_length=config.model.max_position_embeddings,
                 padded_vocab_size=padded_vocab_size,
                 init=init,
-                stage=Stage(layers[stage], first, last, mesh, words),
+                stage=StageSpec(layers[stage], first, last, mesh, words),
             )
         )
         pick_variants(chunks[-1], mesh.cp)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    stages = Stages(chunks, mesh, parallel.schedule, group)
+    stages = ModelChunks(chunks, mesh, parallel.schedule, group)
     if fp8 := config.precision.fp8_layers(config.model.num_layers):
         stages.scales = Scales(recipe_of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
         for chunk in chunks:
@@ -274,14 +274,14 @@ def batch_sharding(config: Config) -> Callable[..., Batch]:
     return partial(shard_batch, types=types)
 
 
-def buckets_class(parallel: ParallelConfig) -> type[Buckets]:
+def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
     """Return the class of buckets for --data-parallel-sharding-strategy."""
-    return Zero2Buckets if parallel.sharding == "optim_grads" else Buckets
+    return Zero2Buckets if parallel.sharding == "optim_grads" else ParamAndGradBuckets
 
 
 def build_optimizer(
     model: nn.Module, config: Config, mesh: Mesh, values: list[list[float]], paths: Paths
-) -> tuple[Buckets, Optimizer]:
+) -> tuple[ParamAndGradBuckets, Optimizer]:
     """Put the gradients of a model into buckets and make its optimizer. values: `lr_schedule.step_values`."""
     dtype = getattr(torch, config.grad_dtype_name)
     kind = buckets_class(config.parallel)

@@ -53,7 +53,7 @@ from nanomegatron.ops.merge import PartialRows, Reorder, merge_rows
 Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
 
-class Step(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Attention of some of a rank's queries to some of the keys at hand."""
 
     queries: Rows
@@ -62,9 +62,9 @@ class Step(NamedTuple):
 
 
 def memoized(plan: Callable) -> Callable:
-    """Decorate a function of a Shard: the shard keeps its result for each tuple of further arguments."""
+    """Decorate a function of a SequenceShard, which keeps its result for each tuple of further arguments."""
 
-    def planned(shard: "Shard", *args: Any) -> Any:
+    def planned(shard: "SequenceShard", *args: Any) -> Any:
         if (plan, args) not in shard.plans:
             shard.plans[plan, args] = plan(shard, *args)
         return shard.plans[plan, args]
@@ -73,7 +73,7 @@ def memoized(plan: Callable) -> Callable:
 
 
 @dataclass(eq=False)
-class Shard:
+class SequenceShard:
     """This rank's tokens of a row sharded over an axis. Raises ValueError if 2 * size does not divide it.
 
     bounds: int64 `[2 * size + 1]`, of the row's chunks; types: how each layer communicates ("p2p", ...).
@@ -92,9 +92,9 @@ class Shard:
         self.places = self.token_indices(self.axis.rank)
 
     @staticmethod
-    def of_row(axis: Axis, s: int, types: Sequence[str]) -> "Shard":
+    def of_row(axis: Axis, s: int, types: Sequence[str]) -> "SequenceShard":
         """Cut a row of s tokens into chunks of equal length."""
-        return Shard(axis, np.arange(2 * axis.size + 1) * s // (2 * axis.size), types)
+        return SequenceShard(axis, np.arange(2 * axis.size + 1) * s // (2 * axis.size), types)
 
     def chunks(self, rank: int) -> list[tuple[int, int]]:
         """Return (begin, end) in the row of a rank's two chunks."""
@@ -117,26 +117,26 @@ class Shard:
         end_of_keys = tokens // 2 if other < own else tokens
         return slice(first_query, tokens), slice(0, end_of_keys)
 
-    def step(self, other: int, device: torch.device) -> Step | None:
+    def step(self, other: int, device: torch.device) -> AttentionBlock | None:
         """Return attention to the keys of rank `other`, tensors on the device; None: no query sees one."""
         queries, keys = self.query_key_rows(self.axis.rank, other)
-        return Step(queries, keys, Block(self.axis.rank == other))
+        return AttentionBlock(queries, keys, Block(self.axis.rank == other))
 
     @memoized
-    def ring(self, device: torch.device) -> list[Step | None]:
+    def ring(self, device: torch.device) -> list[AttentionBlock | None]:
         """Return the steps for the keys of this rank, of the one before it, ..."""
         ranks = [(self.axis.rank - i) % self.axis.size for i in range(self.axis.size)]
         return [self.step(other, device) for other in ranks]
 
-    def gathered(self, device: torch.device) -> list[Step]:
+    def gathered(self, device: torch.device) -> list[AttentionBlock]:
         """Return the steps, four at most, for all keys in the order of the row; tensors on the device."""
         half = len(self.places) // 2
         steps = []
         for i, (begin, end) in enumerate(self.chunks(self.axis.rank)):
             queries = slice(i * half, (i + 1) * half)
-            steps.append(Step(queries, slice(begin, end), Block(True)))
+            steps.append(AttentionBlock(queries, slice(begin, end), Block(True)))
             if begin:
-                steps.append(Step(queries, slice(0, begin), Block()))
+                steps.append(AttentionBlock(queries, slice(0, begin), Block()))
         return steps
 
     @memoized
@@ -150,7 +150,7 @@ class Shard:
 
 
 def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
-    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `Shard`.
+    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `SequenceShard`.
 
     Raises ValueError if attention stays inside documents and `axis` has several ranks.
     """
@@ -158,14 +158,14 @@ def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
         return batch
     if batch.cu_seqlens is not None:
         raise ValueError("documents over several ranks are cut by variants/cp_documents.py")
-    return batch.part(Shard.of_row(axis, len(batch.positions), types))
+    return batch.part(SequenceShard.of_row(axis, len(batch.positions), types))
 
 
 def context_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shard: Shard,
+    shard: SequenceShard,
     layer: int,
     mask: Mask,
     backend: str,
@@ -184,8 +184,9 @@ def context_attention(
         def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
             return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
 
-        order = shard.order(range(shard.axis.size), q.device)
-        return ulysses_attention(q, k, v, shard.axis, order, whole_rows)
+        return ulysses_attention(
+            q, k, v, shard.axis, order=shard.order(range(shard.axis.size), q.device), attend=whole_rows
+        )
     if kind not in ("p2p", "allgather") or mask.window is not None:
         raise ValueError(f"{kind} with window {mask.window} is a variant, which build.py picks")
     if kind == "allgather":
@@ -198,11 +199,11 @@ def context_attention(
 class RingFunction(torch.autograd.Function):
     """p2p, as drawn above. q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    steps: those of `Shard.ring`.
+    steps: those of `SequenceShard.ring`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, steps: list[Step | None], backend: str) -> torch.Tensor:
+    def forward(ctx, q, k, v, axis: Axis, steps: list[AttentionBlock | None], backend: str) -> torch.Tensor:
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = out.new_full((*q.shape[1:3], len(q)), -torch.inf)  # [b, n, s/cp]
         for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
@@ -262,7 +263,7 @@ def merge_(
 
 
 def step_gradients(
-    step: Step,
+    step: AttentionBlock,
     kv: Sequence[torch.Tensor],
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -282,11 +283,13 @@ def step_gradients(
 class GatherFunction(torch.autograd.Function):
     """allgather: q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    Keys and values are gathered again in the backward. steps: `Shard.gathered`, order: `Shard.order`.
+    Keys and values are gathered again in the backward. steps, order: of `SequenceShard.gathered`, `.order`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
+    def forward(
+        ctx, q, k, v, axis: Axis, steps: list[AttentionBlock], order: tuple, backend: str
+    ) -> torch.Tensor:
         kv = gather_kv(k, v, axis, order[0])
         parts = []
         out = q.new_empty(q.shape)
@@ -337,7 +340,8 @@ def ulysses_attention(
     """a2a: call attend(q, k, v) on all tokens of the axis, in the row's order, for this rank's heads.
 
     q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order `[s*cp]`,
-    twice: `Shard.order` of the axis. With fewer key/value heads than ranks, those that share one get copies.
+    twice: `SequenceShard.order` of the axis. With fewer key/value heads than ranks, those that share one get
+    copies.
     """
     s, b, n, d = q.shape
     g = k.shape[2]

@@ -59,7 +59,7 @@ class Slice:
 
 
 class ShardComm:
-    """Reduce-scatters and all-gathers flat tensors over an axis; the default of `Buckets(shard_comm=...)`.
+    """Reduce-scatters and all-gathers flat tensors over an axis; the default of shard_comm.
 
     size: bytes of all tensors of `zeros` together. reason: why no faster path is used, for the banner.
     """
@@ -126,7 +126,12 @@ class Bucket:
     grad_shard: torch.Tensor
 
     def __init__(
-        self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
+        self,
+        params: list[nn.Parameter],
+        axis: Axis,
+        comm: ShardComm,
+        gathered: type,
+        buckets: "ParamAndGradBuckets",
     ) -> None:
         self.params = params
         self.axis = axis
@@ -275,9 +280,13 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
     return lists
 
 
-class Buckets:
+class ParamAndGradBuckets:
     """All parameters and gradients of a model in buckets; sums gradients over replicas, gathers parameters.
-    buckets.zero(microbatches=8)   forward and backward, 8 times   buckets.grad_sync()   optimizer.step(loss)
+
+        zero_grad_buffer(microbatches=8)
+        forward and backward, 8 times
+        finish_grad_sync()
+        optimizer.step(loss)
 
     Moves the parameters into flat tensors, so nothing else may hold views of them. The caller multiplies the
     loss by `grad_scale`. `all` is in the order in which gradients become ready. shard_comm: makes the
@@ -337,7 +346,7 @@ class Buckets:
             for piece in reversed(bucket.slices):
                 yield bucket, piece
 
-    def zero(self, microbatches: int = 1) -> None:
+    def zero_grad_buffer(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
         self.finish_reductions()
         for comm in self.comms:
@@ -364,7 +373,7 @@ class Buckets:
                 bucket.grad_shard.mul_(bucket.share)
         self.in_flight.clear()
 
-    def grad_sync(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Finish the sums over replicas, then those of partial gradients; then each `grad_shard` is final.
 
         Communicates the gradients once over dp x cp or edp, and the shard's partial gradients in one
@@ -384,7 +393,7 @@ class Buckets:
             torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))
 
     def wait_params(self) -> None:
-        """Wait for all gathers and rebuild freed parameters, which last until `zero`. All ranks call this."""
+        """On all ranks: wait for gathers, and rebuild freed parameters, until `zero_grad_buffer`."""
         for bucket in self.all:
             bucket.wait_params()
             bucket.gathered.rebuild_params()

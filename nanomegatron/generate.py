@@ -32,7 +32,7 @@ from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.ops.attention import core_attention
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.report.log import RunLog
 
 SAMPLE_LINES = 3  # of text, at the end of a run
@@ -99,7 +99,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
 
 
 def generate(
-    model: Stages, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
+    model: ModelChunks, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
     """Return each prompt with its continuation, up to `max_new_tokens`, the longest sequence, or a stop.
 
@@ -115,7 +115,7 @@ def generate(
 
 @torch.no_grad()
 def stream(
-    model: Stages, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
+    model: ModelChunks, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[dict[int, int]]:
     """`generate` step by step: yields {prompt's index: new token} for the prompts that get one."""
     sampling.check()
@@ -154,7 +154,7 @@ def stream(
         ]
 
 
-def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
+def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
     """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`, unpadded.
 
     Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
@@ -197,7 +197,9 @@ def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
     return words[:1]
 
 
-def show_sample(model: Stages, tokenizer: Tokenizer, dataset: Any, mesh: Mesh, log: RunLog) -> str | None:
+def show_sample(
+    model: ModelChunks, tokenizer: Tokenizer, dataset: Any, mesh: Mesh, log: RunLog
+) -> str | None:
     """Continue a prompt of a dataset and log SAMPLE_LINES, at the end of a run; return the prompt.
 
     `nanomegatron generate` with that prompt begins with the same tokens. Every rank must call it. An error on

@@ -24,7 +24,7 @@ from nanomegatron.comm import gather_from, scatter_to
 from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import ModelChunks, execute
 
 
 @with_megatron_keywords
@@ -95,7 +95,7 @@ def forward_backward(
     *,
     forward_step_func: Callable[[Iterator, core_model.GPTModel], tuple[torch.Tensor, Callable]],
     data_iterator: Iterator | list[Iterator] | None,
-    model: Stages,
+    model: ModelChunks,
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -106,9 +106,9 @@ def forward_backward(
     forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
     (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
     tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, before cp shards them. Gradients are added to `dp.Buckets`: call this between
-    their `zero` and `grad_sync`; without buckets they are added to `.grad`. Returns the report of each
-    microbatch on the rank of the last stage, an empty list on others.
+    seq_length: of whole rows, before cp shards them. Gradients are added to `ParamAndGradBuckets`: call this
+    between their `zero_grad_buffer` and `finish_grad_sync`; without buckets they are added to `.grad`.
+    Returns the report of each microbatch on the rank of the last stage, an empty list on others.
     """
     several = isinstance(data_iterator, list | tuple)
     if len(model) > 1 and not several and data_iterator is not None:

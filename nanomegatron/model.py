@@ -108,7 +108,7 @@ def run_layers(
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """The part of the model that a GPTModel holds; by default the whole model.
 
     mesh: its axis `embed` is for tied embeddings, ep and etp for experts. word_embeddings: the weight of the
@@ -140,7 +140,7 @@ class GPTModel(nn.Module):
         padded_vocab_size: int | None = None,
         tp: Axis | None = None,
         init: Init = Init(),  # noqa: B008 (frozen)
-        stage: Stage = Stage(),
+        stage: StageSpec = StageSpec(),
     ) -> None:
         """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp."""
         super().__init__()

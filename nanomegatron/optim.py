@@ -24,7 +24,7 @@ import torch
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
-from nanomegatron.dp import Bucket, Buckets, Slice
+from nanomegatron.dp import Bucket, ParamAndGradBuckets, Slice
 from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, sums_of_squares
 from nanomegatron.ops.kernels import usable
@@ -153,7 +153,7 @@ class Optimizer:
 
     def __init__(
         self,
-        buckets: Buckets,
+        buckets: ParamAndGradBuckets,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         values: list[list[float]],

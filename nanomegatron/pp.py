@@ -46,7 +46,7 @@ Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
-class Stages(nn.ModuleList):
+class ModelChunks(nn.ModuleList):
     """The model chunks that this rank holds, in the order of the model, and their schedule.
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
@@ -54,7 +54,7 @@ class Stages(nn.ModuleList):
     decoder: (stages, longest text) -> what generates in place of `generate.next_logits`, or None.
     """
 
-    decoder: Callable[["Stages", int], Any] | None = None
+    decoder: Callable[["ModelChunks", int], Any] | None = None
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Outbox:
 class OpRunner:
     """Computes the ops of a rank, and keeps what a later op needs of an earlier one."""
 
-    def __init__(self, stages: Stages, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
+    def __init__(self, stages: ModelChunks, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
         self.stages = stages
         self.step = step
         self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
@@ -237,7 +237,7 @@ class OpRunner:
 
 
 def execute(
-    stages: Stages,
+    stages: ModelChunks,
     step: Callable[[GPTModel, int], torch.Tensor],
     microbatches: int,
     shape: tuple[int, int, int],
@@ -274,7 +274,7 @@ def execute(
 
 
 def warm_up(
-    stages: Stages, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
+    stages: ModelChunks, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
     """Run this rank's ops of a schedule of one microbatch, with zeros for messages; no message is sent.
 

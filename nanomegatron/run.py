@@ -11,14 +11,14 @@ from typing import Any
 
 from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.config.settings import Config
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.faults.health import Health
 from nanomegatron.faults.replicas import check_replicas
-from nanomegatron.faults.signals import UNHEARD, Signals
+from nanomegatron.faults.signals import NO_SIGNALS, Signals
 from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import GlobalBatch, Reporter, StepReport
@@ -34,18 +34,22 @@ class Run:
     tokenizer: Any
     datasets: tuple  # training, validation, test; None where there is none
     loaders: tuple
-    model: Stages
-    grads: Buckets | None  # these, reporter and health: None with --eval-only, which needs no memory for them
+    model: ModelChunks
+    buckets: (
+        ParamAndGradBuckets | None
+    )  # these, reporter and health: None with --eval-only, which needs no memory for them
     optimizer: Optimizer | None
     samples_before: list[int]  # consumed before each iteration, and after the last
     data_samples: list[int]  # samples that the training data was built for, by each run so far
     profile: Profile
     reporter: Reporter | None
     health: Health | None
-    signals: Signals = UNHEARD
+    signals: Signals = NO_SIGNALS
     data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
     saver: Saver | None = None  # None with --eval-only
-    execute: Callable[..., None] = execute  # a training step's forwards and backwards, as `pp.execute`
+    forward_backward: Callable[..., None] = (
+        execute  # a training step's forwards and backwards, as `pp.execute`
+    )
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip
@@ -104,7 +108,7 @@ class Run:
         """Compare all replicas if it is time. Raises MachineFault on every rank if two differ."""
         if due(self.config.run.check_replicas, self.iteration):
             self.flush_report()
-            self.grads.wait_params()
+            self.buckets.wait_params()
             check_replicas(self.model.parameters(), self.mesh, self.iteration)
 
     def stop_flags(self) -> tuple[bool, bool, bool]:

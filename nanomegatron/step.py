@@ -25,11 +25,11 @@ from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.pp import Stages, warm_up
+from nanomegatron.pp import ModelChunks, warm_up
 from nanomegatron.run import Run
 
 
-def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
+def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
     """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
     shard = batch_sharding(config)
     if config.data.variable_seq_lengths:
@@ -105,7 +105,7 @@ def forward_step(
 
     The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
     """
-    scale = run.optimizer.scaler.scale * run.grads.grad_scale
+    scale = run.optimizer.scaler.scale * run.buckets.grad_scale
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
         aux_scale = scale / run.next_batch().tokens
@@ -123,9 +123,9 @@ def warm_up_step(run: Run) -> None:
     data = run.config.data
     batches = [run.loaders[0].get(run.consumed_samples)]
     total = torch.zeros((), device=run.mesh.device)
-    run.grads.zero(1)
+    run.buckets.zero_grad_buffer(1)
     step = forward_step(run, batches, token_count(run, batches), total)
     warm_up(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
-    run.grads.grad_sync()
+    run.buckets.finish_grad_sync()
     if run.model.scales is not None:
         run.model.scales.discard_step()

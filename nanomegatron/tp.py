@@ -335,13 +335,13 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from(x, self.tp)
 
 
-def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
+def vocab_range(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
     """Return the token of this rank's first logit column, and how many of its `width` are no padding."""
     first = tp.rank * width
     return first, min(max(vocab_size - first, 0), width)
 
 
-def over_shards(
+def combine_lse(
     maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine the shards' `cross_entropy_stats` into log-sum-exp and label's logit of the whole rows.
@@ -363,7 +363,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
-        lse, target = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
+        lse, target = combine_lse(*cross_entropy_stats(logits[:, :real], labels), tp)
         ctx.save_for_backward(logits, labels, lse)
         ctx.real = real
         return lse - target
@@ -383,7 +383,7 @@ def vocab_parallel_cross_entropy(
     logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`. Logits from `vocab_size` on are padding and are
     ignored, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
     """
-    first, real = own_columns(logits.shape[-1], tp, vocab_size)
+    first, real = vocab_range(logits.shape[-1], tp, vocab_size)
     if logits.is_leaf and logits.requires_grad:  # the backward must not overwrite the caller's tensor
         logits = logits.clone()
     loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)

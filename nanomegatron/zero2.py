@@ -15,7 +15,7 @@ import math
 import torch
 from torch import nn
 
-from nanomegatron.dp import Bucket, Buckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets
 
 IN_FLIGHT = 2  # reductions in flight at most; each holds a bucket's gradients
 
@@ -58,8 +58,8 @@ class Zero2Bucket(Bucket):
         super().ready(param)
 
 
-class Zero2Buckets(Buckets):
-    """`Buckets` that reduce-scatter every microbatch's gradients over dp x cp or edp, and add the shards up.
+class Zero2Buckets(ParamAndGradBuckets):
+    """Buckets that reduce-scatter every microbatch's gradients over dp x cp or edp, and add the shards up.
 
     With --overlap-grad-reduce up to `IN_FLIGHT` reductions run beside the backward.
     """

@@ -13,7 +13,7 @@ from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import read_folder
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, Stage
+from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
 
 transformers = pytest.importorskip("transformers")
@@ -195,7 +195,7 @@ def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **ch
     """Our model of the folder's config.json with its weights."""
     config = build_config(read_folder(folder)[1] | changes)
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
-    stage = Stage(mesh=experts or Mesh())
+    stage = StageSpec(mesh=experts or Mesh())
     model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
     pick_variants(model, Axis.single("cp"))
     hf.load_weights(folder, model.parameters(), config.model, config.data.vocab_size)

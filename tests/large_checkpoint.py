@@ -35,7 +35,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import parse
-from nanomegatron.dp import Buckets, reduction_axis
+from nanomegatron.dp import ParamAndGradBuckets, reduction_axis
 from nanomegatron.mesh import Axis, Mesh, axis_groups
 from nanomegatron.param import Init
 
@@ -53,7 +53,7 @@ KINDS = ("main", "exp_avg", "exp_avg_sq")
 Tensors = dict[str, SavedTensor]
 
 
-def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
+def stages(argv: str, world: int) -> Iterator[tuple[Mesh, ParamAndGradBuckets]]:
     """Mesh and buckets of every rank, those that hold the same parameters one after the other."""
     config = resolve(parse(argv.split()).config, world)
     groups = axis_groups(config.parallel, world)
@@ -66,7 +66,7 @@ def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
         mesh = Mesh(ranks[0], torch.device("meta"), **axes)
         vocab = config.data.vocab_size
         model = build(config, mesh, vocab, vocab, Init(dtype=torch.bfloat16, device=mesh.device))
-        buckets = Buckets(model, config.parallel, mesh)
+        buckets = ParamAndGradBuckets(model, config.parallel, mesh)
         for rank in ranks:
             among = replace(mesh.dp_cp, rank=dense.index(rank)), replace(mesh.edp, rank=ranks.index(rank))
             mesh = replace(mesh, rank=rank, dp_cp=among[0], edp=among[1])
@@ -78,7 +78,7 @@ def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
             yield mesh, buckets
 
 
-def saved_by(mesh: Mesh, buckets: Buckets, boxes: dict) -> Tensors:
+def saved_by(mesh: Mesh, buckets: ParamAndGradBuckets, boxes: dict) -> Tensors:
     """What a rank's index lists, from the slices of its buckets. boxes: {} at first, those of all parts."""
     if mesh.edp.rank == 0:
         parts = [(param, part) for param in buckets.params for part in param.spec.parts]
@@ -98,7 +98,7 @@ def saved_by(mesh: Mesh, buckets: Buckets, boxes: dict) -> Tensors:
     return tensors
 
 
-def pieces_of(mesh: Mesh, buckets: Buckets) -> list[Piece]:
+def pieces_of(mesh: Mesh, buckets: ParamAndGradBuckets) -> list[Piece]:
     """The same from what a save is given."""
     slices = [(piece, piece.of(bucket.grad_shard)) for bucket, piece in buckets.slices()]
     return [p for p in training_pieces(buckets.params, dict.fromkeys(KINDS, slices), mesh) if p.owner]

@@ -102,7 +102,7 @@ def test_the_keywords_that_moved_are_settings():
 
 @pytest.mark.parametrize("keyword", [dict(pre_process=False), dict(post_process=False), dict(vp_stage=0)])
 def test_a_piece_of_the_model_is_a_stage(keyword):
-    with pytest.raises(TypeError, match=f"{next(iter(keyword))}=.*: use stage=Stage"):
+    with pytest.raises(TypeError, match=f"{next(iter(keyword))}=.*: use stage=StageSpec"):
         GPTModel(TransformerConfig(**SHAPE), vocab_size=8, max_sequence_length=4, **keyword)
     model = GPTModel(
         TransformerConfig(**SHAPE),

@@ -22,7 +22,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.vocabulary import write_ranks
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
@@ -142,7 +142,7 @@ def trained_here(root: Path, dtype=torch.float32, format="sharded", **shape) -> 
     init = Init(seed=3, dtype=dtype)
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=init)
     pick_variants(model, Axis.single("cp"))
-    buckets = Buckets(model, config.parallel, ALONE)
+    buckets = ParamAndGradBuckets(model, config.parallel, ALONE)
     states = Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3).states()
     for _, flat in states.get("main", ()):
         flat += 1e-5  # as after a step: not what the weights are

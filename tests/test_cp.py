@@ -13,7 +13,7 @@ from nanomegatron import cp
 from nanomegatron.build import attention_over_cp, batch_sharding
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig
-from nanomegatron.cp import Shard, context_attention, shard_batch
+from nanomegatron.cp import SequenceShard, context_attention, shard_batch
 from nanomegatron.data.loader import BatchLoader, load_batch
 from nanomegatron.fast import ring
 from nanomegatron.fast.peer_access import PeerAccess
@@ -179,7 +179,7 @@ def softmax_by_heads(mesh):
         asked.append(fused_softmax)
         return real(*args, fused_softmax=fused_softmax, **more)
 
-    shard, x = Shard.of_row(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
+    shard, x = SequenceShard.of_row(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
     with patch.object(cp, "core_attention", noting):
         for fused in (True, False):
             cp.context_attention(x, x, x, shard, 0, Mask(True, None), "unfused", fused)
@@ -203,7 +203,7 @@ def test_a_ring_of_one_group():
 @spmd(world=4, cp=4)
 def test_heads_that_cannot_be_shared_out(mesh):
     for n, g, sizes in ((6, 6, "6 query, 6"), (12, 3, "12 query, 3")):
-        shard = Shard.of_row(mesh.cp, S, ("a2a",))
+        shard = SequenceShard.of_row(mesh.cp, S, ("a2a",))
         q, k = torch.randn(12, 1, n, 8), torch.randn(12, 1, g, 8)
         with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be divided over 4 ranks"):
             context_attention(q, k, k, shard, 0, Mask(), "flash")
@@ -276,7 +276,7 @@ def test_the_core_refuses_what_variants_compute():
     x = torch.randn(4, 1, 2, 8)
     for kind, window in (("p2p", 3), ("allgather", 3), ("a2a+p2p", None)):
         with pytest.raises(ValueError, match="is a variant, which build.py picks"):
-            context_attention(x, x, x, Shard.of_row(axis, 8, (kind,)), 0, Mask(True, window), "flash")
+            context_attention(x, x, x, SequenceShard.of_row(axis, 8, (kind,)), 0, Mask(True, window), "flash")
     batch = load_batch(Text(), np.arange(1), settings(documents=True), 0)
     with pytest.raises(ValueError, match="documents over several ranks"):
         shard_batch(batch, axis, ("p2p",))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.cp import Shard
+from nanomegatron.cp import SequenceShard
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, ranges
 from nanomegatron.variants.cp_documents import DocumentShard, chunk_bounds
@@ -28,7 +28,7 @@ ROWS = {  # lengths of documents in rows of 48
 def shard_of(axis, s, types, cu_seqlens):
     """The shard of a row, or of one that is a pack of documents."""
     if cu_seqlens is None:
-        return Shard.of_row(axis, s, types)
+        return SequenceShard.of_row(axis, s, types)
     return DocumentShard.of_documents(axis, s, types, cu_seqlens)
 
 

@@ -67,7 +67,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
 
     def capture(step, pool):
         scales = run.model.scales
-        changed = [bucket.grads for bucket in run.grads.all] + ([scales.history] if scales else [])
+        changed = [bucket.grads for bucket in run.buckets.all] + ([scales.history] if scales else [])
         before = [x.clone() for x in changed]
         with Recorder() as recorder:
             step()
@@ -79,17 +79,17 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
         for chunk in run.model:
             chunk.run_layers = FusedLayers()
     said: list[str] = []
-    run.execute = kind(
+    run.forward_backward = kind(
         execute,
-        run.grads,
+        run.buckets,
         run.model.scales,
         said.append,
         warm_up=2,
         capture=capture,
         missing=lambda device: 0,
     )
-    run.execute.lines = said
-    return run.execute
+    run.forward_backward.lines = said
+    return run.forward_backward
 
 
 def trained(run, steps: int, evaluate_after: int = 0) -> list:
@@ -102,8 +102,8 @@ def trained(run, steps: int, evaluate_after: int = 0) -> list:
         run.iteration += 1
         if number + 1 == evaluate_after:
             evaluate(run)
-    run.grads.wait_params()
-    return found + [param.detach().clone() for param in run.grads.params]
+    run.buckets.wait_params()
+    return found + [param.detach().clone() for param in run.buckets.params]
 
 
 LOCAL = [way for way in WAYS if "recomputed" not in way]

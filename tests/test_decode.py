@@ -16,7 +16,7 @@ from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from nanomegatron.ops import attend_one as ops_attend_one
 from nanomegatron.ops import matvec as ops_matvec
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from tests import cuda_on_cpu
 from tests.test_cuda_graphs import Recorder
 from tests.test_generate import GPT, LLAMA, PROMPTS, VOCAB, build
@@ -47,11 +47,11 @@ def recorded(run, pool):
     return recorder.replay
 
 
-def graphed(model: Stages, block: int = 8) -> list[Decoder]:
+def graphed(model: ModelChunks, block: int = 8) -> list[Decoder]:
     """Let a model generate by graphs; returns the list of its decoders."""
     made: list[Decoder] = []
 
-    def make(model: Stages, length: int) -> Decoder:
+    def make(model: ModelChunks, length: int) -> Decoder:
         made.append(Decoder(model, length, block, recorded))
         return made[-1]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
-from nanomegatron.dp import Buckets, lay_out, split_into_buckets
+from nanomegatron.dp import ParamAndGradBuckets, lay_out, split_into_buckets
 from nanomegatron.param import Init, ParamSpec, grad_buffer, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
 from nanomegatron.zero2 import Zero2Bucket
@@ -122,15 +122,15 @@ def test_gradients_are_autograds():
     """main_grad of three microbatches against .grad of the same network without buckets."""
     model, buckets, _ = built(ALONE, {})
     plain = Toy()
-    buckets.zero(3)
+    buckets.zero_grad_buffer(3)
     for data in samples().tensor_split(3):
         for net in (model, plain):
             net(data[:, :-1], data[:, 1:]).backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     for p, twin in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad is None
         torch.testing.assert_close(p.main_grad, twin.grad, rtol=1e-5, atol=1e-5)
-    buckets.zero()
+    buckets.zero_grad_buffer()
     assert all(grad_buffer(p) == (p.main_grad, 0) for p in model.parameters())
     assert all(grad_buffer(p) == (p.main_grad, 1) for p in model.parameters())
 
@@ -275,10 +275,10 @@ def test_partial_gradients_are_summed_over_tp(mesh, strategy):
     model = Several(mesh.tp)
     flags = ParallelConfig(data_parallel_sharding_strategy=strategy, tensor_model_parallel_size=2)
     buckets = buckets_class(flags)(model, flags, mesh)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for _ in range(2):
         (sum(p.sum() for p in model.parameters()) * (mesh.rank + 1)).backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     assert mesh.traffic["tp", "all_reduce", "calls"] == 1
     own = 2 * sum(rank + 1 for rank in mesh.dp_cp.ranks)
     (bucket,) = buckets.all
@@ -321,15 +321,15 @@ def test_missing_and_superfluous_gradients_are_named():
     model, buckets, optimizer = built(ALONE, {"ddp_bucket_size": 100})
     train_step(model, buckets, optimizer, ALONE)
     data = samples()
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     model(data[:, :-1], data[:, 1:]).backward()
     model.output(model.layers[0](model.embedding(data[:, :-1])), data[:, 1:]).backward()
     with pytest.raises(RuntimeError) as caught:
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
     for name in ("1.inner", "2.outer", "2.norm"):
         assert name in str(caught.value)
     assert "0.inner" not in str(caught.value) and "embedding" not in str(caught.value)
-    buckets.zero()
+    buckets.zero_grad_buffer()
     model(data[:, :-1], data[:, 1:]).backward()
     with pytest.raises(RuntimeError, match=r"gradient number [23], where each of 1 microbatches has [12]"):
         model(data[:, :-1], data[:, 1:]).backward()
@@ -350,11 +350,11 @@ def test_parameters_read_before_they_are_there(mesh):
 def test_moved_gradients_add_up_in_fp32():
     """256 + 1 is 256 in bf16; nothing is lost between microbatches."""
     model = nn.ParameterList([parameter("bias", (1,), torch.bfloat16, 1.0)])
-    buckets = Buckets(model, ParallelConfig(), ALONE)
-    buckets.zero(2)
+    buckets = ParamAndGradBuckets(model, ParallelConfig(), ALONE)
+    buckets.zero_grad_buffer(2)
     for value in 256.0, 1.0:
         (model[0] * value).sum().backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     assert model[0].main_grad.item() == 257.0 and model[0].grad is None
 
 

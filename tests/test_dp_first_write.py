@@ -11,7 +11,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.build import buckets_class
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
@@ -31,7 +31,7 @@ CONFIGS = {
 SIZE = dict(vocab_size=61, max_sequence_length=12)
 
 
-def spoil(buckets: Buckets) -> None:
+def spoil(buckets: ParamAndGradBuckets) -> None:
     """NaN in all gradients, but not in the padding between them."""
     for bucket in buckets.all:
         for param in bucket.params:
@@ -39,9 +39,9 @@ def spoil(buckets: Buckets) -> None:
                 param.main_grad.fill_(math.nan)
 
 
-def zeroed(buckets: Buckets, microbatches: int) -> None:
-    """`zero` as by one pass over each bucket: all contributions are added."""
-    buckets.zero(microbatches)
+def zeroed(buckets: ParamAndGradBuckets, microbatches: int) -> None:
+    """`zero_grad_buffer` as by one pass over each bucket: all contributions are added."""
+    buckets.zero_grad_buffer(microbatches)
     for bucket in buckets.all:
         if bucket.grads is not None:
             bucket.grads.zero_()
@@ -50,7 +50,7 @@ def zeroed(buckets: Buckets, microbatches: int) -> None:
 
 def gradients(
     config: TransformerConfig, begin, way: str, dtype: torch.dtype, grad_dtype: torch.dtype
-) -> Buckets | GPTModel:
+) -> ParamAndGradBuckets | GPTModel:
     """The buckets behind a step of two microbatches after a step that left NaN; begin: zero or zeroed.
 
     begin None: the model, without buckets.
@@ -79,14 +79,14 @@ def gradients(
                 losses.pop(0).backward()
             store.run(works)
     if buckets:
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
     return buckets or model
 
 
 @pytest.mark.parametrize("way", ["now", "deferred", "fused"])
 def test_a_tied_weight_gets_the_gradients_of_both_uses(way):
     """Those that autograd adds up without buckets, whichever of head and embedding is first."""
-    buckets = gradients(GPT2, Buckets.zero, way, torch.float32, torch.float32)
+    buckets = gradients(GPT2, ParamAndGradBuckets.zero_grad_buffer, way, torch.float32, torch.float32)
     model = gradients(GPT2, None, "now", torch.float32, torch.float32)
     for p, q in zip(buckets.params, model.parameters(), strict=True):
         torch.testing.assert_close(p.main_grad, q.grad, rtol=1e-5, atol=1e-6)
@@ -98,7 +98,7 @@ def test_the_bits_of_adding_to_zeros(name, way):
     """With fp32 and bf16 weights and gradients. Tied, the head overwrites and the embedding adds."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for types in (fp32, fp32), (bf16, fp32), (bf16, bf16):
-        found = gradients(CONFIGS[name], Buckets.zero, way, *types)
+        found = gradients(CONFIGS[name], ParamAndGradBuckets.zero_grad_buffer, way, *types)
         expected, padding = gradients(CONFIGS[name], zeroed, way, *types), 0
         for bucket, twin in zip(found.all, expected.all, strict=True):
             ours, beside = bucket.grad_shard, torch.ones(bucket.size, dtype=torch.bool)
@@ -117,9 +117,9 @@ def test_a_skipped_step_leaves_nothing(strategy):
     for spoiled in (False, True):
         model, buckets, optimizer = built(ALONE, {"data_parallel_sharding_strategy": strategy})
         if spoiled:
-            buckets.zero(1)
+            buckets.zero_grad_buffer(1)
             (model(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])) * math.nan).backward()
-            buckets.grad_sync()
+            buckets.finish_grad_sync()
             assert not optimizer.step(torch.tensor(0.0)).grad_norm.isfinite()
         norm = train_step(model, buckets, optimizer, ALONE)
         buckets.wait_params()
@@ -133,7 +133,7 @@ def test_only_the_first_overwrites():
     first, second, third = (layer.inner for layer in model.layers)
     for microbatches in (1, 2):
         spoil(buckets)
-        buckets.zero(3)
+        buckets.zero_grad_buffer(3)
         for n in range(1, 4):
             out, beta = grad_buffer(first)
             assert beta == (n > 1) and out is first.main_grad
@@ -152,7 +152,7 @@ def test_a_reported_gradient_is_not_overwritten():
     """A replayed graph writes, and Python only reports: what follows adds to it."""
     model, buckets, _ = built(ALONE, {})
     param = model.layers[0].inner
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     param.main_grad.fill_(1.0)  # by the graph
     report(param)
     accumulate(param, lambda out, beta: add_grad(out, torch.ones_like(out), beta))

@@ -12,7 +12,7 @@ from nanomegatron.build import paths_for, quantize_layers
 from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets, GatheredParams
+from nanomegatron.dp import GatheredParams, ParamAndGradBuckets
 from nanomegatron.fast import fp8_gather
 from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts, casts_weights
 from nanomegatron.fp8 import RECIPES, Rowwise, Scales, recipe_of
@@ -47,7 +47,7 @@ def steps(run, until: int, bad: int = 0) -> list[dict]:
     return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "good", "fp8")} for step in read]
 
 
-def cast_by_optimizer(buckets: Buckets) -> list:
+def cast_by_optimizer(buckets: ParamAndGradBuckets) -> list:
     return [bucket for bucket in buckets.all if isinstance(bucket.gathered, WeightCasts)]
 
 
@@ -60,14 +60,14 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
         run.optimizer.cast_weights()
     found = steps(run, 4, bad=2)
     sent = run.mesh.traffic["dp_cp", "all_gather", "bytes"]
-    sharded = run.grads.all[0].shards.size > 1
-    casting = cast_by_optimizer(run.grads)
+    sharded = run.buckets.all[0].shards.size > 1
+    casting = cast_by_optimizer(run.buckets)
     assert bool(casting) == ours
-    assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.grads.all)
+    assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.buckets.all)
     for bucket in casting:  # nothing is there to be read unnoticed
         assert bucket.data is None and all(param.isnan().all() for param in bucket.params)
     assert [step["good"] for step in found] == [1, 0, 1, 1]
-    run.grads.wait_params()
+    run.buckets.wait_params()
     scales = run.model.scales
     return {
         "steps": found,
@@ -121,7 +121,7 @@ def saved(world: World, argv: list[str], folder: str, save: str, until: int) -> 
     found = steps(run, until)
     train.evaluate(run, "train")
     save_checkpoint(run)
-    run.grads.wait_params()  # the step that a save repeats frees them
+    run.buckets.wait_params()  # the step that a save repeats frees them
     return {"steps": found, "weights": weights_of(run), "scale": None, "alike": alike(run)}
 
 
@@ -164,15 +164,15 @@ def built(recipe: str, ours: bool = True):
     quantize_layers(model, scales, range(2))
     kinds = {True: WeightCasts if ours else GatheredParams, False: GatheredParams}
     gathered = lambda param, shards: kinds[hasattr(param, "fp8")]  # noqa: E731
-    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE, gathered=gathered)
+    buckets = ParamAndGradBuckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE, gathered=gathered)
     updates = CastUpdates(fp8_gather.cast_state) if ours else ShardUpdates()
     return model, scales, buckets, Optimizer(buckets, CONFIG, PrecisionConfig(bf16=True), RATES, updates)
 
 
 def step_of(model, buckets, batch) -> None:
-    buckets.zero()
+    buckets.zero_grad_buffer()
     model(Batch(batch[:, :-1], torch.arange(16)), batch[:, 1:]).mean().backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
 
 
 def alone(recipe: str, ours: bool) -> list[torch.Tensor]:

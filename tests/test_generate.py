@@ -28,7 +28,7 @@ from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from tests.spmd import run_spmd
 
 VOCAB, PADDED, LONGEST = 61, 64, 32
@@ -44,7 +44,7 @@ LLAMA = {
 PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]
 
 
-def build(family: dict, tp=None) -> Stages:
+def build(family: dict, tp=None) -> ModelChunks:
     """Large weights, so that the likeliest token is likelier than rounding; dropout, which must stay off."""
     config = TransformerConfig(
         *(2, 32, 4),
@@ -57,10 +57,10 @@ def build(family: dict, tp=None) -> Stages:
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED)
     model = GPTModel(config, **sizes, tp=tp)
     pick_variants(model, Axis.single("cp"))
-    return Stages([model])
+    return ModelChunks([model])
 
 
-def full_logits(model: Stages, tokens: list[int]) -> torch.Tensor:
+def full_logits(model: ModelChunks, tokens: list[int]) -> torch.Tensor:
     """Logits `[s, V]` of all positions from one forward without a cache."""
     with torch.no_grad():
         ids = torch.tensor([tokens])
@@ -68,7 +68,7 @@ def full_logits(model: Stages, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture(params=[GPT, LLAMA], ids=["learned", "rope"])
-def model(request) -> Stages:
+def model(request) -> ModelChunks:
     return build(request.param)
 
 
@@ -182,7 +182,7 @@ def test_stream_steps_make_the_text(model):
     )
 
 
-def texts(model: Stages) -> list[list[list[int]]]:
+def texts(model: ModelChunks) -> list[list[list[int]]]:
     """The likeliest, and drawn ones."""
     how = dict(top_k=30, top_p=0.95, seed=1)
     return [generate(model, PROMPTS, 8, Sampling(temperature=temperature, **how)) for temperature in (0, 0.9)]
@@ -264,18 +264,18 @@ CONFIG = Config(
 )
 
 
-def save_model(root: Path, iteration: int, /, seed: int, **state) -> Stages:
+def save_model(root: Path, iteration: int, /, seed: int, **state) -> ModelChunks:
     """A checkpoint as training writes it, of a model that has learned nothing; returns the model."""
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
     sizes = dict(vocab_size=257, max_sequence_length=64, padded_vocab_size=264)
-    model = Stages([GPTModel(CONFIG.model, **sizes, init=Init(seed))])
+    model = ModelChunks([GPTModel(CONFIG.model, **sizes, init=Init(seed))])
     pieces = training_pieces(model.parameters(), {}, mesh)
     save(root, iteration, pieces, {"tokenizer": ByteTokenizer().spec, **state}, to_toml(CONFIG), mesh)
     return model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, dict[int, Stages]]:
+def trained(tmp_path_factory) -> tuple[Path, dict[int, ModelChunks]]:
     root = tmp_path_factory.mktemp("run") / "ckpt"
     return root, {iteration: save_model(root, iteration, seed=iteration) for iteration in (10, 20)}
 
@@ -319,7 +319,7 @@ def test_a_run_resumes_with_its_tokenizer(tmp_path, change):
         check_tokenizer(config, mesh, ByteTokenizer())
 
 
-def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
+def continued(model: ModelChunks, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
     """What the program must print for the prompts."""
     tokenizer = ByteTokenizer()
     settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "stops": {tokenizer.eod}} | settings

@@ -39,7 +39,7 @@ def started(world: World, argv: list[str], folder: str):
 
 def parameters(run) -> list[torch.Tensor]:
     """Copies of all parameters, and of the number of steps that changed them."""
-    return [x.clone() for x in (*(p.data for p in run.grads.params), run.optimizer.good_steps)]
+    return [x.clone() for x in (*(p.data for p in run.buckets.params), run.optimizer.good_steps)]
 
 
 def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> list[tuple[str, bool]]:
@@ -54,18 +54,18 @@ def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> lis
             piece = shard.bucket.slices[-1]
             restore = flat, piece.start, flat[piece.start].item()
             flat[piece.start] = value
-        sync = run.grads.grad_sync
+        sync = run.buckets.finish_grad_sync
 
         def bad_gradient(sync=sync, value=value, spoils=spoils):
             sync()
             if spoils:
-                run.grads.params[0].main_grad.view(-1)[0] = value
+                run.buckets.params[0].main_grad.view(-1)[0] = value
 
         def bad_loss(run, batches, tokens, total, value=value, spoils=spoils):
             total.add_(value if spoils else 0.0)
             return usual(run, batches, tokens, total)
 
-        run.grads.grad_sync = bad_gradient if place == "gradient" else sync
+        run.buckets.finish_grad_sync = bad_gradient if place == "gradient" else sync
         train.forward_step = bad_loss if place == "loss" else usual
         before = parameters(run)
         try:
@@ -76,7 +76,7 @@ def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> lis
         after = parameters(run)
         changed = not all(same(a, b) for a, b in zip(before, after, strict=True))
         said.append((text, changed))
-        run.grads.grad_sync, train.forward_step = sync, usual
+        run.buckets.finish_grad_sync, train.forward_step = sync, usual
         run.health.streak.end(run.iteration + 1)
         if restore:
             restore[0][restore[1]] = restore[2]

@@ -12,7 +12,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.layers import Embedding
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, Stage
+from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
 from tests.spmd import run_spmd
@@ -220,7 +220,7 @@ def test_pipeline_stages_compute_what_transformers_does(folders, name):
     tokens, labels, positions = data(name)
     layers, x = config.model.num_layers, None
     sizes = dict(vocab_size=VOCAB, max_sequence_length=config.model.max_position_embeddings)
-    stages = [Stage(range(layers - 1), post_process=False), Stage(range(layers - 1, layers), False)]
+    stages = [StageSpec(range(layers - 1), post_process=False), StageSpec(range(layers - 1, layers), False)]
     models = [GPTModel(config.model, **sizes, stage=stage) for stage in stages]
     for model in models:
         pick_variants(model, Axis.single("cp"))

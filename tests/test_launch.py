@@ -36,7 +36,9 @@ def held_back(world: World, folder: Path, launcher: int) -> int:
 
 @pytest.mark.parametrize("to_all, codes", [(True, [40, 41]), (False, [40, 0])])
 def test_a_signal_waits_until_a_rank_has_its_handlers(to_all, codes, tmp_path):
-    found = launch(held_back, 2, (tmp_path, os.getpid() * to_all), timeout=30, hold=True, fine=(0, 40, 41))
+    found = launch(
+        held_back, 2, (tmp_path, os.getpid() * to_all), timeout=30, hold=True, ok_codes=(0, 40, 41)
+    )
     assert found == codes
 
 
@@ -48,8 +50,8 @@ def threads_here(world: World) -> int:
 def test_the_user_says_how_many_threads_compute(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert launch(threads_here, 1, fine=(43,), timeout=30) == [43]
-    assert launch(threads_here, 1, fine=(41,), timeout=30, threads=1) == [41]
+    assert launch(threads_here, 1, ok_codes=(43,), timeout=30) == [43]
+    assert launch(threads_here, 1, ok_codes=(41,), timeout=30, threads=1) == [41]
 
 
 def never_listens(world: World, folder: Path, launcher: int) -> int:
@@ -68,7 +70,7 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_launch, "GRACE", 0.2)
     heard: list[tuple] = []
     args = tmp_path, os.getpid()
-    codes = launch(never_listens, 2, args, timeout=30, hold=True, blame=lambda *end: heard.append(end))
+    codes = launch(never_listens, 2, args, timeout=30, hold=True, on_failure=lambda *end: heard.append(end))
     assert codes == [-signal.SIGKILL] * 2 and heard == [(0, codes, [0, 1])]
 
 
@@ -89,7 +91,7 @@ def blame(first, codes, running):
     sys.stdin.read()  # the launcher waits here
 
 if __name__ == "__main__":
-    launch(rank, 2, (".",), blame=blame)
+    launch(rank, 2, (".",), on_failure=blame)
 """
 
 
@@ -107,7 +109,7 @@ def more(by, number):
     return number + by
 
 if __name__ == "__main__":
-    sys.exit(launch(rank, 2, (partial(more, 1),), fine=(1, 2)) != [1, 2])
+    sys.exit(launch(rank, 2, (partial(more, 1),), ok_codes=(1, 2)) != [1, 2])
 """
 
 

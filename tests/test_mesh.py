@@ -209,7 +209,7 @@ def test_first_failure_stops_the_other_ranks(early, monkeypatch):
     monkeypatch.setattr(mesh_launch, "GRACE", 0.3)
     start = time.monotonic()
     heard: list[tuple] = []
-    codes = launch(fail_or_sleep, 3, (1,), timeout=30, blame=lambda *end: heard.append(end))
+    codes = launch(fail_or_sleep, 3, (1,), timeout=30, on_failure=lambda *end: heard.append(end))
     assert codes == [-signal.SIGKILL, 3, -signal.SIGKILL]
     assert heard == [(1, codes, [0, 2])]
     assert time.monotonic() - start < 15
@@ -282,7 +282,7 @@ def test_a_rank_that_is_preempted_is_no_failure(monkeypatch):
     """The others have as long as they need."""
     monkeypatch.setattr(mesh_launch, "GRACE", 0.1)
     heard: list[tuple] = []
-    how = dict(timeout=30, fine=(0, 75), blame=lambda *end: heard.append(end))
+    how = dict(timeout=30, ok_codes=(0, 75), on_failure=lambda *end: heard.append(end))
     assert launch(leave_one_by_one, 2, (75,), **how) == [75, 75] and not heard
     assert launch(leave_one_by_one, 2, (3,), **how) == [3, -signal.SIGKILL] and heard[0][0] == 0
 

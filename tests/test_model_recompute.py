@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.discard_output import discard, discard_activations, discarding_mlp
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.layers import MLP, run_mlp
@@ -46,7 +46,7 @@ def train_once(config, dtype):
     if config.recomputes("layernorm"):  # as build.py does
         model.run_layers = FusedLayers(recompute=True)
     discard_activations(model, config.recompute_modules)
-    buckets = Buckets(model, ParallelConfig(), ALONE)
+    buckets = ParamAndGradBuckets(model, ParallelConfig(), ALONE)
     data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     inputs = Batch(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
@@ -60,7 +60,7 @@ def train_once(config, dtype):
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
         loss = model(inputs, data[:, 1:])
     loss.mean().backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     return loss, {name: p.main_grad for name, p in model.named_parameters()}, sum(kept.values())
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, accumulate_grouped
@@ -59,7 +59,7 @@ def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
                     torch.arange(part.start, part.start + len(view)) * 0.01
                     + int(part.name.split(".")[5]) * 0.1
                 )
-    return experts, Buckets(experts, ParallelConfig(), mesh)
+    return experts, ParamAndGradBuckets(experts, ParallelConfig(), mesh)
 
 
 def activated(config, x):
@@ -99,7 +99,7 @@ def check(config, experts, buckets, sizes, rel, extra=2, known=False):
     known: the host has the offsets.
     """
     offsets, params = offsets_of(sizes), in_float64(experts)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         x, grad = (torch.randn(sum(sizes) + extra, H, generator=generator) for _ in range(2))
@@ -113,7 +113,7 @@ def check(config, experts, buckets, sizes, rel, extra=2, known=False):
         expected.backward(grad[:n].double())
         near(y[:n], expected, rel)
         near(ours.grad[:n], theirs.grad[:n], rel)
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     for p, q in zip(parameters(experts), params, strict=True):
         if p is not None:
             near(p.main_grad, q.grad, rel)
@@ -166,7 +166,7 @@ def test_gradients_go_to_autograd_without_buckets():
     for dtype in torch.float32, torch.bfloat16:
         experts = GroupedExperts(BASE, Mesh(), replace(INIT, dtype=dtype), activation(BASE))
         twin, buckets = built(BASE, dtype=dtype)
-        buckets.zero(1)
+        buckets.zero_grad_buffer(1)
         x, offsets = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9))
         for each in experts, twin:
             each(x, offsets).float().square().sum().backward()
@@ -178,7 +178,7 @@ def test_gradients_go_to_autograd_without_buckets():
 def test_experts_without_rows_get_zeros(dtype):
     """Over what the step before has left; a later microbatch keeps what they have."""
     experts, buckets = built(BASE, dtype=dtype)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for p in experts.parameters():
         p.main_grad.fill_(torch.nan)
     idle, found = [True, False, False, False], []
@@ -214,7 +214,7 @@ def test_weight_gradients_can_be_deferred(dtype):
     later, others = built(BASE, dtype=dtype)
     x, offsets, deferred = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9)), WeightGradStore()
     for group in buckets, others:
-        group.zero(1)
+        group.zero_grad_buffer(1)
     for p in later.parameters():
         p.wgrad_store = deferred
     now(x, offsets).sum().backward()
@@ -222,7 +222,7 @@ def test_weight_gradients_can_be_deferred(dtype):
         later(x, offsets).sum().backward()
     assert len(works) == 2 and all((p.main_grad == 0).all() for p in later.parameters())
     deferred.run(works)
-    others.grad_sync()
+    others.finish_grad_sync()
     for p, q in zip(now.parameters(), later.parameters(), strict=True):
         assert torch.equal(p.main_grad, q.main_grad) and p.main_grad.any()
 
@@ -236,7 +236,7 @@ def test_activations_recomputed(kind, sizes):
     for settings in config, again:
         for dtype in torch.float32, torch.bfloat16:
             (experts, buckets), kept = built(settings, dtype=dtype), []
-            buckets.zero(1)
+            buckets.zero_grad_buffer(1)
             x = torch.randn(sum(sizes), H, generator=torch.Generator().manual_seed(1)).to(dtype)
             x.requires_grad_()
             keep = partial(lambda kept, t: kept.append(t.shape) or t, kept)
@@ -322,10 +322,10 @@ def layer(mesh, way, kind, capacity):
     ids[::5, 1] = -1
     x, probs, ids, grad = (v.chunk(mesh.world.size)[mesh.rank].clone() for v in (x, probs, ids, grad))
     x.requires_grad_(), probs.requires_grad_()
-    buckets.zero(1)
+    buckets.zero_grad_buffer(1)
     y = dispatch(x, probs, ids, experts, way)
     y.backward(grad)
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     grads = {
         part.name: (part.offset, part.view(p.main_grad))
         for p in experts.parameters()

@@ -10,7 +10,7 @@ import torch
 
 from nanomegatron.checkpoint.fp8_state import fp8_state
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
@@ -40,7 +40,7 @@ def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     scales = Scales(recipe, CPU)
     quantize_experts(experts, scales)
     discard_activations(experts, config.recompute_modules)
-    return experts, Buckets(experts, ParallelConfig(), ALONE), scales
+    return experts, ParamAndGradBuckets(experts, ParallelConfig(), ALONE), scales
 
 
 def batch(sizes, extra=0, width=H, seed=1):
@@ -71,7 +71,7 @@ def layer(size, recipe):
     model = torch.nn.Module()
     model.weight = new_parameter(spec, Init(seed=3, std=0.3))
     fp8 = Scales(recipe, CPU).add_layer("w.weight", E4M3)
-    return model.weight, Buckets(model, ParallelConfig(), ALONE), fp8
+    return model.weight, ParamAndGradBuckets(model, ParallelConfig(), ALONE), fp8
 
 
 @pytest.mark.parametrize("wgrad", [True, False], ids=["", "no wgrad"])
@@ -87,7 +87,7 @@ def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
     forward, back = (across, along) if transposed else (along, across)
     turn = (lambda w: w.t()) if transposed else (lambda w: w)  # to [o, i]
     total = torch.zeros_like(weight, dtype=torch.float64).chunk(E)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for seed in range(2):
         x, g = batch(sizes, extra, i, seed), batch(sizes, extra, o, 9 + seed)
         groups, leaf = Groups(offsets, offsets.tolist() if known else None), x.clone().requires_grad_()
@@ -109,7 +109,7 @@ def test_experts_stay_near_those_in_fp32(kind, sizes):
     config = replace(BASE, **KINDS[kind])
     (experts, buckets, _), n = built(config), sum(sizes)
     params = [None if p is None else p.detach().clone().requires_grad_() for p in parameters(experts)]
-    buckets.zero(1)
+    buckets.zero_grad_buffer(1)
     x, g = batch(sizes, 16) / 10, batch(sizes, 16, seed=2)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, offsets = experts(ours, offsets_of(sizes)), offsets_of(sizes).tolist()
@@ -117,7 +117,7 @@ def test_experts_stay_near_those_in_fp32(kind, sizes):
     parts = (one(config, params, i, theirs[a:b]) for i, (a, b) in enumerate(itertools.pairwise(offsets)))
     expected = torch.cat([*parts])
     expected.backward(g[:n])
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     near(y[:n], expected, 0.15)
     near(ours.grad[:n], theirs.grad[:n], 0.15)
     for p, q in zip(parameters(experts), params, strict=True):
@@ -130,7 +130,7 @@ def results(config, recipe=ROWWISE, known=False, later=False):
     (experts, buckets, _), kept, deferred = built(config, torch.bfloat16, recipe), [], WeightGradStore()
     for p in experts.parameters():
         p.wgrad_store = deferred if later else None
-    buckets.zero(1)
+    buckets.zero_grad_buffer(1)
     for p in experts.parameters():
         p.main_grad.fill_(torch.nan)  # of the step before
     x = batch(ROWS[0]).bfloat16().requires_grad_()
@@ -196,10 +196,10 @@ def test_one_matmul_is_the_loop(kind, sizes, monkeypatch):
         monkeypatch.setattr(fp8_experts, "one_kernel", lambda x, groups, once=once: once)
         monkeypatch.setattr(torch, "_scaled_grouped_mm", on_the_gpu) if once else None
         x, g = (batch(sizes, 16, seed=seed).bfloat16() for seed in (1, 2))
-        buckets.zero(1)
+        buckets.zero_grad_buffer(1)
         y = experts(x.requires_grad_(), offsets_of(sizes))
         y.backward(g)
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
         found.append([y, x.grad, *(p.main_grad for p in experts.parameters())])
     for ours, theirs in zip(*found, strict=True):
         near(ours, theirs, 1e-2)
@@ -223,7 +223,7 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
     for fp8 in scales.layers.values():
         monkeypatch.setattr(fp8, "cast", partial(casting, fp8.cast))
     monkeypatch.setattr(torch, "_scaled_mm", multiplying)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for _ in range(2):
         experts(batch(ROWS[0]), offsets_of(ROWS[0])).sum().backward()
     assert types == {E4M3} and "".join(sorted(roles)) == "ggggwwxxxx"
@@ -242,7 +242,7 @@ def test_statistics_know_the_format_of_gradients():
     linear = scales.add_layer("decoder.layers.1.self_attention.linear_qkv.weight")
     stats, g = Fp8Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
     stats.begin()
-    buckets.zero(1)
+    buckets.zero_grad_buffer(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
     linear.cast(g, "g", "rowwise")
     named = stats.by_name(stats.end().tolist())

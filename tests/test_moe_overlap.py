@@ -81,7 +81,7 @@ def trained(mesh, config, form=OVERLAPPED, s=6, again=False, late=False, paralle
     layer = layer_of(mesh, config, form, dtype)
     parallel = parallel or ParallelConfig()
     buckets = buckets_class(parallel)(layer, parallel, mesh)
-    buckets.zero(BATCH // mesh.dp_cp.size)
+    buckets.zero_grad_buffer(BATCH // mesh.dp_cp.size)
     layer.router.begin_step()
     deferred, found = WeightGradStore(), []
     for p in layer.parameters():
@@ -101,7 +101,7 @@ def trained(mesh, config, form=OVERLAPPED, s=6, again=False, late=False, paralle
         assert not late or any(p is layer.experts.weight1 for p, _ in works)
         WeightGradStore.run(works)
         found += [y.detach(), x.grad]
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     grads = {}
     for bucket, piece in buckets.slices():
         name = f"{piece.part.name} {piece.part.offset} {piece.at}"

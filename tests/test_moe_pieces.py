@@ -13,7 +13,7 @@ import torch
 
 from nanomegatron import router as moe_router
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import moe_pieces
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.pieces import scatter_pieces
@@ -158,7 +158,7 @@ def ordered(mesh, folder):
 
     moe_pieces.gather_pieces, moe_pieces.scatter_pieces = gathering, scattering
     WeightGradStore.run, moe_router.GateFunction.backward = staticmethod(running), staticmethod(gate)
-    Buckets(layer, ParallelConfig(), mesh).zero(1)
+    ParamAndGradBuckets(layer, ParallelConfig(), mesh).zero_grad_buffer(1)
     before(layer.router, "choose", "router")
     before(layer.router, "balance", "losses")
     before(layer.experts, "act", "activate")

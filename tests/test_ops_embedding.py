@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
@@ -83,7 +83,7 @@ def test_gradients(places, bucket, deferred):
     # Of other ranks' tokens, too: a rank has the whole gradient of the sum over tp.
     whole = torch.zeros_like(positions).index_put((at,), grad.double(), accumulate=True)
     if bucket:
-        Buckets(model, ParallelConfig(), Mesh()).zero(2)
+        ParamAndGradBuckets(model, ParallelConfig(), Mesh()).zero_grad_buffer(2)
     store = WeightGradStore()
     for param in params:
         param.wgrad_store = store

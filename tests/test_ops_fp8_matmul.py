@@ -12,7 +12,7 @@ from torch import nn
 
 from nanomegatron import fp8_linear
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
@@ -97,8 +97,8 @@ def test_a_layer_adds_to_gradients_of_either_type(dtype, monkeypatch):
     monkeypatch.setattr(fp8_linear, "fp8_matmul", None)
     weight = nn.Parameter(torch.zeros(32, 48, dtype=torch.bfloat16))
     weight.spec = stacked([replica("weight", (32, 48), ALONE.dp)])
-    buckets = Buckets(nn.ParameterList([weight]), ParallelConfig(), ALONE, dtype)
-    buckets.zero(2)
+    buckets = ParamAndGradBuckets(nn.ParameterList([weight]), ParallelConfig(), ALONE, dtype)
+    buckets.zero_grad_buffer(2)
     weight.main_grad.fill_(torch.nan)  # of the step before
     _, g, g_inverse, x, x_inverse = case((32, 48, 144), PAIRS[2])
     g_fp8, x_fp8 = Fp8Matrix(g, g_inverse), Fp8Matrix(x, x_inverse)

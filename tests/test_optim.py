@@ -13,7 +13,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.build import LR_STYLES
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.lr_schedule import LossScaler, Schedule
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
@@ -138,7 +138,7 @@ def make(dtype=torch.float32, config=CONFIG, precision=None, grad_dtype=torch.fl
     for name, shape in {"a": (4, 6), "b": (6,), "c": (5, 4), "d": (3,)}.items():
         part = replica(name, shape, Axis.single())
         params.append(new_parameter(ParamSpec((part,), shape, decay=len(shape) > 1), Init(dtype=dtype), 1.0))
-    buckets = Buckets(nn.ParameterList(params), ParallelConfig(), ALONE, grad_dtype)
+    buckets = ParamAndGradBuckets(nn.ParameterList(params), ParallelConfig(), ALONE, grad_dtype)
     return params, Optimizer(buckets, config, precision or PrecisionConfig(), [RATES] * 3)
 
 
@@ -355,14 +355,14 @@ def train(mesh, dtype=torch.float32):
     model = GPTModel(
         LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp, init=Init(dtype=dtype)
     )
-    grads = Buckets(model, ParallelConfig(), mesh)
+    grads = ParamAndGradBuckets(model, ParallelConfig(), mesh)
     optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[1e-2] * 3] * 3)
     data, norms = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2)), []
     for _ in range(3):
-        grads.zero()
+        grads.zero_grad_buffer()
         loss = model(Batch(data[:, :-1], torch.arange(8)), data[:, 1:]).mean()
         loss.backward()
-        grads.grad_sync()
+        grads.finish_grad_sync()
         norms.append(optimizer.step(loss.detach()).grad_norm.item())
     names = [name for name, n in zip(optimizer.part_names, optimizer.counted, strict=True) if n]
     return norms, names, model
@@ -393,7 +393,7 @@ def test_norm_is_exact_however_large_the_tensors():
         for i, piece in enumerate(grad.tensor_split(pieces)):
             spec = ParamSpec((replica(f"w{i}", piece.shape, Axis.single()),), tuple(piece.shape))
             params.append(new_parameter(spec, Init(), fill=0.0))
-        buckets = Buckets(nn.ParameterList(params), ParallelConfig(), ALONE)
+        buckets = ParamAndGradBuckets(nn.ParameterList(params), ParallelConfig(), ALONE)
         put(params, grad.tensor_split(pieces))
         optimizer = Optimizer(buckets, OptimizerConfig(clip_grad=0), PrecisionConfig(), [[0.0]] * 3)
         norms.append(optimizer.step(torch.tensor(0.0)).grad_norm.item())

@@ -8,7 +8,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.offload import HostShard, HostStaging, host_state
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
@@ -23,16 +23,16 @@ RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
 def run(optimizer_config, bucket_size=700, bad_step=None):
     """Five steps in bf16: weights, states and norms."""
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=8, init=Init(dtype=torch.bfloat16))
-    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=bucket_size), ALONE)
+    buckets = ParamAndGradBuckets(model, ParallelConfig(ddp_bucket_size=bucket_size), ALONE)
     offload = optimizer_config.optimizer_cpu_offload
     updates = ShardUpdates(host_state(buckets, optimizer_config)) if offload else None
     optimizer = Optimizer(buckets, optimizer_config, PrecisionConfig(bf16=True), RATES, updates)
     data = torch.randint(29, (5, 4, 9), generator=torch.Generator().manual_seed(1))
     norms = []
     for step, batch in enumerate(data):
-        buckets.zero()
+        buckets.zero_grad_buffer()
         model(Batch(batch[:, :-1], torch.arange(8)), batch[:, 1:]).mean().backward()
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
         loss = torch.tensor(float("nan") if step == bad_step else 1.0)
         norms.append(optimizer.step(loss).grad_norm.item())
     states = {kind: [flat.clone() for _, flat in pieces] for kind, pieces in optimizer.states().items()}

@@ -19,7 +19,7 @@ from nanomegatron.config.settings import (
     PrecisionConfig,
     RunConfig,
 )
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
@@ -120,7 +120,7 @@ def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.f
     for name, shape in {"embedding.word_embeddings.weight": (6, 4), "w": (4, 4), "norm": (4,)}.items():
         spec = ParamSpec((replica(name, shape, Axis.single()),), shape, decay=len(shape) > 1)
         params.append(new_parameter(spec, Init(dtype=dtype), 1.0))
-    buckets = Buckets(torch.nn.ParameterList(params), ParallelConfig(), ALONE)
+    buckets = ParamAndGradBuckets(torch.nn.ParameterList(params), ParallelConfig(), ALONE)
     optimizer = Optimizer(buckets, config, PrecisionConfig(), values)
     if config.weight_decay_incr_style != "constant":
         for shard in optimizer.shards:
@@ -187,7 +187,7 @@ def numbers(mesh: Mesh, strategy: str = "no_shard") -> tuple[float, int]:
     tokens = torch.arange(5)[None]
     loss = model(Batch(tokens, torch.arange(5)), tokens).sum()
     loss.backward()
-    grads.grad_sync()
+    grads.finish_grad_sync()
     zeros = optimizer.num_zeros().item()
     optimizer.step(loss.detach())
     return optimizer.params_norm().item(), zeros

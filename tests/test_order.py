@@ -12,7 +12,7 @@ import torch
 
 import train
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets, ShardComm
+from nanomegatron.dp import ParamAndGradBuckets, ShardComm
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.offload import HostStaging
 from nanomegatron.fast.peer_access import PeerAccess
@@ -91,11 +91,13 @@ def test_pieces_travel_by_copy_engines_beside_matmuls(mesh, tmp_path):
     assert not races
 
 
-def of_two_steps(mesh, recorder: Recorder, shard_comm) -> tuple[Toy, Buckets]:
+def of_two_steps(mesh, recorder: Recorder, shard_comm) -> tuple[Toy, ParamAndGradBuckets]:
     """Train with a sharded optimizer and both overlaps; words of the second step remain."""
     flags = dict(use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True)
     model = Toy()
-    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=300, **flags), mesh, torch.float32, shard_comm)
+    buckets = ParamAndGradBuckets(
+        model, ParallelConfig(ddp_bucket_size=300, **flags), mesh, torch.float32, shard_comm
+    )
     optimizer = Optimizer(buckets, CONFIG, PrecisionConfig(), RATES)
     with noting(recorder, ShardState, "update", lambda *_: "update"):
         for _ in range(2):
@@ -124,7 +126,7 @@ def test_replicas_copy_what_is_there(mesh, tmp_path):
     """And gradients are written when no peer copies the last ones any more: behind a barrier."""
     with recorded(tmp_path, mesh.rank) as found:
         _, buckets = of_two_steps(mesh, found, PeerShardComm(PeerAccess({"dp_cp": ""})))
-        buckets.zero()
+        buckets.zero_grad_buffer()
         stream, behind_reductions = found.barriers[-len(buckets.all)]
         assert found.main.seen[stream] >= behind_reductions
     assert found.log.count("copy") >= 2 * len(buckets.all) and not found.races

@@ -28,7 +28,7 @@ from nanomegatron.plan import memory as plan_memory
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes
 from nanomegatron.plan.memory import describe_memory, memory
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from tests.spmd import run_spmd
 
 CPU, CUDA = Machine(gpu=False, kernels=False), Machine(kernels=False)  # with kernels: test_model_kernels.py
@@ -144,7 +144,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
     layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
     discards = model.recompute_modules
-    install(Stages([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe, discards=discards))
+    install(ModelChunks([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe, discards=discards))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

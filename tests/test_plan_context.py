@@ -9,7 +9,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.build import attention_over_cp
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.cp import Shard, context_attention
+from nanomegatron.cp import SequenceShard, context_attention
 from nanomegatron.data.packing import Ranks
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -129,7 +129,7 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
         )
         for layer in built.layers:
             layer.self_attention.context = attention_over_cp(context_attention, None, mesh.cp)
-        shard = Shard.of_row(mesh.cp, s, types * layers)
+        shard = SequenceShard.of_row(mesh.cp, s, types * layers)
         places = torch.from_numpy(shard.places)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
         batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)

@@ -15,7 +15,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.build import build, install, paths_for
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
@@ -31,7 +31,7 @@ from nanomegatron.plan.memory import (
     peak_moments,
     pipeline_order,
 )
-from nanomegatron.pp import NoTracer, Stages, execute
+from nanomegatron.pp import ModelChunks, NoTracer, execute
 from nanomegatron.schedules import Op, placement, schedule
 from tests.spmd import run_spmd
 from tests.test_plan import CPU, CUDA, FULL, LAYOUTS, LLAMA3_8B, TINY, config
@@ -60,7 +60,7 @@ def allocated(mesh, config: Config) -> dict:
     torch.manual_seed(0)
     kind = getattr(torch, config.dtype_name)
     stages = install(build(config, mesh, VOCAB, VOCAB, Init(dtype=kind)), paths_for(config, mesh))
-    buckets = Buckets(stages, config.parallel, mesh)
+    buckets = ParamAndGradBuckets(stages, config.parallel, mesh)
     s, b = config.data.seq_length, config.data.micro_batch_size
     labels = torch.randint(VOCAB, (b, s))
     weights = torch.full((b, s), 1 / (b * s))
@@ -71,7 +71,7 @@ def allocated(mesh, config: Config) -> dict:
         return (out * weights).sum() if chunk.post_process else out
 
     microbatches = config.data.global_batch_size // b
-    buckets.zero(microbatches)
+    buckets.zero_grad_buffer(microbatches)
     with torch.profiler.profile(profile_memory=True) as record:
         execute(stages, step, microbatches, stages.shape(s, b), tracer=Marked())
     events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -204,7 +204,7 @@ def deferred_of(mesh, model):
     """Bytes a token that the work of a backward on weight gradients holds, every storage once."""
     init = Init(dtype=torch.bfloat16)
     sizes = dict(vocab_size=128, max_sequence_length=32, padded_vocab_size=128)
-    stages = Stages([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
+    stages = ModelChunks([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
     labels = torch.zeros(4, 32, dtype=torch.long)
     with stages.wgrad_store.collect() as works:
         stages[0](Batch(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()

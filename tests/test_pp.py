@@ -18,13 +18,13 @@ from nanomegatron.comm import barrier, start_receive, start_send
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.data.loader import BatchLoader
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Stage
+from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
-from nanomegatron.pp import Stages, execute, warm_up
+from nanomegatron.pp import ModelChunks, execute, warm_up
 from tests.spmd import run_spmd, spmd
 
 VOCAB, PADDED, LENGTH, MICRO, M = 61, 64, 16, 2, 6
@@ -55,7 +55,7 @@ def config_of(family: dict, parallel: ParallelConfig, **more) -> Config:
     return Config(model, parallel, data=DataConfig(seq_length=LENGTH))
 
 
-def stages_of(mesh, family: dict, schedule: dict, **more) -> Stages:
+def stages_of(mesh, family: dict, schedule: dict, **more) -> ModelChunks:
     """This rank's chunks; schedule: settings of ParallelConfig."""
     parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, **schedule)
     config = config_of(family, parallel, **more)
@@ -72,7 +72,7 @@ def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microba
     """Loss of each microbatch, and the gradient of every part that this rank holds, by name."""
     stages = stages_of(mesh, family, schedule, **more)
     alone = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size)
-    buckets = Buckets(stages, alone, mesh) if bucketed else None
+    buckets = ParamAndGradBuckets(stages, alone, mesh) if bucketed else None
     losses = []
 
     def step(chunk: GPTModel, i: int) -> torch.Tensor:
@@ -86,10 +86,10 @@ def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microba
         return out.mean()
 
     if bucketed:
-        buckets.zero(microbatches)
+        buckets.zero_grad_buffer(microbatches)
     execute(stages, step, microbatches, stages.shape(LENGTH, MICRO))
     if bucketed:
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
         grads = {s.part.name: s.of(b.grad_shard).clone() for b, s in buckets.slices()}
     else:
         grads = {part.name: part.view(p.grad) for p in stages.parameters() for part in p.spec.parts}
@@ -174,7 +174,7 @@ def test_weight_gradients_are_put_off_without_buckets_too(family, schedule):
 def test_warm_up_runs_every_op_without_messages(mesh):
     """One rank after the other, so that a receive would hang."""
     stages = stages_of(mesh, LLAMA, LAYOUTS["zb-v"])
-    buckets = Buckets(stages, ParallelConfig(pipeline_model_parallel_size=2), mesh)
+    buckets = ParamAndGradBuckets(stages, ParallelConfig(pipeline_model_parallel_size=2), mesh)
 
     def step(chunk: GPTModel, i: int) -> torch.Tensor:
         out = chunk(*microbatch(i))
@@ -182,17 +182,17 @@ def test_warm_up_runs_every_op_without_messages(mesh):
 
     for rank in range(2):
         if rank == mesh.pp.rank:
-            buckets.zero()
+            buckets.zero_grad_buffer()
             warm_up(stages, step, stages.shape(LENGTH, MICRO))
         barrier(mesh.pp)
-    buckets.grad_sync()  # raises where a gradient is missing
+    buckets.finish_grad_sync()  # raises where a gradient is missing
 
 
 def works_of_backward(mesh) -> list[str]:
     """Which weights a B leaves for its W, of a rank with everything, and that W alone changes main_grad."""
     stages = stages_of(mesh, GPT, {})
-    buckets = Buckets(stages, ParallelConfig(), mesh)
-    buckets.zero()
+    buckets = ParamAndGradBuckets(stages, ParallelConfig(), mesh)
+    buckets.zero_grad_buffer()
     batch, labels = microbatch(0)
     with stages.wgrad_store.collect() as works:
         stages[0](batch, labels).mean().backward()
@@ -200,7 +200,7 @@ def works_of_backward(mesh) -> list[str]:
     assert not any(before)
     stages.wgrad_store.run(works)
     assert all(bool(p.main_grad.any()) for p, _ in works)
-    buckets.grad_sync()  # all have said that they are ready
+    buckets.finish_grad_sync()  # all have said that they are ready
     return [p.spec.name for p, _ in works]
 
 
@@ -328,7 +328,7 @@ def test_ranks_in_the_middle_read_no_data():
 
 def test_a_stage_says_what_it_misses():
     config = config_of(LLAMA, ParallelConfig()).model
-    stage = Stage(range(2, 4), pre_process=False)
+    stage = StageSpec(range(2, 4), pre_process=False)
     second = GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, stage=stage)
     assert [layer.layer for layer in second.layers] == [2, 3]
     with pytest.raises(RuntimeError, match="call set_input_tensor before each forward"):

@@ -11,7 +11,7 @@ from nanomegatron.cp import shard_batch
 from nanomegatron.megatron_api import forward_backward
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from tests.spmd import run_spmd
 from tests.test_pp import (
     LAYOUTS,
@@ -110,7 +110,7 @@ def test_forward_backward_takes_the_length_of_whole_rows():
 
 def test_forward_backward_wants_an_iterator_for_each_chunk():
     chunks = [GPTModel(config_of(LLAMA, ParallelConfig()).model, vocab_size=VOCAB, max_sequence_length=16)]
-    stages = Stages(chunks * 2, name="gpipe")
+    stages = ModelChunks(chunks * 2, name="gpipe")
     with pytest.raises(ValueError, match="one for each of the 2 chunks"):
         forward_backward(
             forward_step_func=megatron_step,

@@ -28,7 +28,7 @@ FORMATS = ("sharded", "torch_dist")
 
 def pieces_of(run) -> list:
     """All that a checkpoint holds, on this rank."""
-    run.grads.wait_params()
+    run.buckets.wait_params()
     return all_pieces(run, run.optimizer.states())[0]
 
 

@@ -25,9 +25,9 @@ def flips_a_bit(world: World, argv: list[str], folder: str, rank: int, name: str
         report = usual(run)
         if run.iteration == 2 and world.rank == rank:
             part, param = next(
-                (s, p) for p in run.grads.params for s in p.spec.parts if s.name.endswith(name)
+                (s, p) for p in run.buckets.params for s in p.spec.parts if s.name.endswith(name)
             )
-            run.grads.wait_params()
+            run.buckets.wait_params()
             part.view(param.data).view(torch.int32).flatten()[-1:].bitwise_xor_(
                 1 << 12
             )  # not lost in rounding

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanomegatron.config.parallel import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fp8 import RECIPES, Delayed, Scales, Tensorwise
 from nanomegatron.fp8_linear import use_fp8
@@ -135,9 +135,9 @@ def test_weight_gradients_may_be_put_off(name):
 def test_a_step_begins_with_gradients_of_its_own(name, kind):
     """Of a step's two microbatches the sum, whatever the step before has left in the buffer."""
     _, fc1, _ = layers(ONE, False, RECIPES[name]())
-    buckets, found = Buckets(fc1, ParallelConfig(), Mesh(), kind), []
+    buckets, found = ParamAndGradBuckets(fc1, ParallelConfig(), Mesh(), kind), []
     for numbers in ((0,), (1,), (0, 1)):
-        buckets.zero(len(numbers))
+        buckets.zero_grad_buffer(len(numbers))
         for number in numbers:
             fc1(whole(number)[0].requires_grad_()).square().sum().backward()
         found.append(fc1.weight.main_grad.clone())

@@ -96,7 +96,7 @@ def first_gradients(world: World, argv: list[str], folder: str) -> dict:
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
-    parts = [(part, p) for p in run.grads.params for part in p.spec.parts]
+    parts = [(part, p) for p in run.buckets.params for part in p.spec.parts]
     return {part.name: (part.offset, part.shape, part.view(p.main_grad).clone()) for part, p in parts}
 
 
@@ -373,9 +373,9 @@ def save_at_once(world: World, argv: list[str], folder: str) -> None:
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
-    assert all(bucket.gather for bucket in run.grads.all)
+    assert all(bucket.gather for bucket in run.buckets.all)
     save_checkpoint(run)
-    assert not any(bucket.gather for bucket in run.grads.all)
+    assert not any(bucket.gather for bucket in run.buckets.all)
 
 
 def test_save_waits_for_parameters(corpus, tmp_path):
@@ -389,18 +389,18 @@ def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[boo
     parsed, config = train.settings(argv, world)
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
     run = train.set_up(parsed, config, mesh, RunLog(folder, config))
-    weight, sync, changed = run.model[0].layers[1].mlp.linear_fc2.weight, run.grads.grad_sync, []
+    weight, sync, changed = run.model[0].layers[1].mlp.linear_fc2.weight, run.buckets.finish_grad_sync, []
 
     def spoil() -> None:
         sync()
         weight.main_grad[3, 4] = float("inf")
 
-    for grad_sync in (spoil, spoil, sync):
-        run.grads.grad_sync = grad_sync
+    for finish_grad_sync in (spoil, spoil, sync):
+        run.buckets.finish_grad_sync = finish_grad_sync
         moments = [shard.exp_avg for shard in run.optimizer.shards]
-        before = [x.clone() for x in (*run.grads.params, *moments, run.optimizer.good_steps)]
+        before = [x.clone() for x in (*run.buckets.params, *moments, run.optimizer.good_steps)]
         run.report(train.train_step(run))
-        after = [*run.grads.params, *moments, run.optimizer.good_steps]
+        after = [*run.buckets.params, *moments, run.optimizer.good_steps]
         changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         run.iteration += 1
     return Path("log.txt").read_text(), changed

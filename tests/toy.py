@@ -12,7 +12,7 @@ from torch import nn
 
 from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, accumulate, add_product, new_parameter, replica, shard
@@ -119,15 +119,17 @@ def built(mesh: Mesh, flags: dict, dtype=torch.float32, config=CONFIG, grad_dtyp
     return model, buckets, Optimizer(buckets, config, PrecisionConfig(), RATES)
 
 
-def train_step(model: nn.Module, buckets: Buckets, optimizer: Optimizer, mesh: Mesh, microbatches: int = 3):
+def train_step(
+    model: nn.Module, buckets: ParamAndGradBuckets, optimizer: Optimizer, mesh: Mesh, microbatches: int = 3
+):
     """One step on this rank's share of the samples; returns the norm of the gradients."""
     axis = getattr(model, "axis", mesh.dp_cp)
     mine = samples()[axis.rank :: axis.size]
-    buckets.zero(microbatches)
+    buckets.zero_grad_buffer(microbatches)
     for data in mine.tensor_split(microbatches):
         loss = model(data[:, :-1], data[:, 1:]) * (buckets.grad_scale / (SAMPLES * LENGTH))
         loss.backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     return optimizer.step(torch.tensor(0.0)).grad_norm
 
 

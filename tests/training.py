@@ -85,7 +85,7 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
     steps, gradients, update = [], [], run.optimizer.step
 
     def keep(*numbers):  # before the update, which may scale them
-        gradients.append([piece_of(s, s.of(b.grad_shard)) for b, s in run.grads.slices()])
+        gradients.append([piece_of(s, s.of(b.grad_shard)) for b, s in run.buckets.slices()])
         return update(*numbers)
 
     run.optimizer.step = keep
@@ -96,10 +96,10 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
                 numbers = train.train_step(run).read()[1]
             steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
             if len(gradients) == 1:
-                run.grads.wait_params()
+                run.buckets.wait_params()
                 weights = weights_of(run)
             run.iteration += 1
-    run.grads.wait_params()
+    run.buckets.wait_params()
     result = {"steps": steps, "gradients": gradients[0], "weights": weights, "last weights": weights_of(run)}
     return result | {"alike": alike(run), "entered": entered}
 

@@ -93,7 +93,7 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
     and FolderLost if --save was removed or moved.
     """
     run.signals.check_folders(run.mesh, "--save")
-    run.grads.wait_params()
+    run.buckets.wait_params()
     pieces = saved_pieces(run)
     finite = run.health.finite(pieces)  # launched behind the step in flight
     run.flush_report()

@@ -42,7 +42,7 @@ from nanomegatron.faults.launch import launch, one_thread_if_small
 from nanomegatron.generate import generate, stream
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 
@@ -111,7 +111,7 @@ def load_model(
     step: int | None = None,
     say: Callable[[str], None] = lambda note: None,
     given: Tokenizer | None = None,
-) -> tuple[Stages, Tokenizer, Config]:
+) -> tuple[ModelChunks, Tokenizer, Config]:
     """Load the model of a checkpoint below `root`, the newest or that of iteration `step`, at any tp and pp.
 
     Optimizer states are not read. `say` gets a message for each damaged checkpoint that was skipped; `given`
@@ -141,7 +141,7 @@ def load_model(
 
 def load_hf_model(
     root: str | Path, mesh: Mesh, say: Callable[[str], None], given: Tokenizer | None = None
-) -> tuple[Stages, Tokenizer, Config]:
+) -> tuple[ModelChunks, Tokenizer, Config]:
     """The same for a Hugging Face folder, without conversion. Raises ValueError."""
     config = build_config(read_folder(root)[1])
     vocab_size = config.data.vocab_size
@@ -153,7 +153,7 @@ def load_hf_model(
 
 def load_megatron_model(
     folder: Path, mesh: Mesh, say: Callable[[str], None], given: Tokenizer | None = None
-) -> tuple[Stages, Tokenizer, Config]:
+) -> tuple[ModelChunks, Tokenizer, Config]:
     """The same for a checkpoint of Megatron-LM that has args. Raises ValueError, CheckpointError."""
     settings = megatron_settings(folder)
     if not settings.get("vocab_size"):
@@ -170,7 +170,7 @@ def load_megatron_model(
     return model, given or folder_tokenizer(folder.parent, vocab_size), config
 
 
-def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
+def new_model(config: Config, mesh: Mesh, vocab_size: int) -> ModelChunks:
     """Build a model of these settings for sampling, with the tp and pp of `mesh`; loads no weights."""
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     here = replace(
@@ -183,7 +183,7 @@ def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
     return install(build(here, mesh, vocab_size, padded, init), Paths(linear=linear, decoder=decoder))
 
 
-def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
+def batch(model: ModelChunks, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
     """Continue all prompts of the command line together and print them, with --- between; say how fast."""
     prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
     ids = [args.encode(prompt) or [tokenizer.eod] for prompt in prompts]
@@ -212,7 +212,7 @@ def readable(text: str) -> str:
     return escaped(text) if sys.stdout.isatty() else text
 
 
-def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+def interact(model: ModelChunks, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Continue each line of stdin, printing tokens as they are sampled, with --- between the continuations.
 
     A terminal shows a prompt sign. Raises ValueError if nothing comes.

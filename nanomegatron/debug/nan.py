@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from nanomegatron.debug.record import module_names, tensors_of, watched
-from nanomegatron.dp import Bucket, Buckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets
 from nanomegatron.faults.health import BadSteps
 from nanomegatron.mesh import Mesh
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 
 
-def stop_at_nan(model: Stages, grads: Buckets, mesh: Mesh) -> None:
+def stop_at_nan(model: ModelChunks, grads: ParamAndGradBuckets, mesh: Mesh) -> None:
     """Add the hooks to modules and buckets. What they find is raised as BadSteps, on the rank that has it."""
     for chunk in model:
         for module, name in module_names(chunk).items():

@@ -3,7 +3,7 @@
     module hooks      input, output                 a view of each input is passed on, so that its gradient is
                                                     that of this module, not of all that read the tensor
     tensor hooks      input gradient, output gradient
-    Buckets           weight gradient, before ranks sum it; reduced gradient, after
+    ParamAndGradBuckets           weight gradient, before ranks sum it; reduced gradient, after
     Optimizer         updated weight
 
 A row is identified by its sample's number in the run and its position there, whichever microbatch, dp, cp or
@@ -87,7 +87,7 @@ class Recorder(NoTracer):
                 if not isinstance(module, GroupedExperts):
                     module.register_forward_pre_hook(partial(self._before, name))
                     module.register_forward_hook(partial(self._after, name))
-        run.grads.before_reduce["record"] = self._before_reduce
+        run.buckets.before_reduce["record"] = self._before_reduce
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Recorder(NoTracer):
     def _passed_on(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A view of x `[...]` whose gradient is recorded: not what other readers return -> `[...]`"""
         self._take_place(kind, name)
-        scale = self.run.optimizer.scaler.scale * self.run.grads.grad_scale
+        scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
         return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -204,19 +204,19 @@ class Recorder(NoTracer):
             self.unreduced[param] = grad.clone() if kept is None else kept + grad
 
     def add_gradients(self) -> None:
-        """Record the gradients of a step, after `Buckets.grad_sync`: before and after the sum over ranks."""
+        """Record the gradients of a step, after `finish_grad_sync`: before and after the sum over ranks."""
         scale = self.run.optimizer.scaler.scale
         for param, grad in self.unreduced.items():
             for part in param.spec.parts:
                 copy = _copies(part) if part.partial is None else ()
-                grads = part.view(grad) / (scale * self.run.grads.grad_scale)
+                grads = part.view(grad) / (scale * self.run.buckets.grad_scale)
                 self._add_param(UNREDUCED, part, 0, grads, copy)
         self.unreduced.clear()
         self._add_shards(REDUCED, lambda bucket: bucket.grad_shard / scale)
 
     def _add_shards(self, kind: str, shard: Callable[[Bucket], torch.Tensor]) -> None:
         """Record what this rank's shards of all buckets hold: shard(bucket) `[size/ranks]`."""
-        for bucket, piece in self.run.grads.slices():
+        for bucket, piece in self.run.buckets.slices():
             axis, own = bucket.axis, _copies(piece.part)
             if bucket.shards.size < axis.size:
                 own = (*own, (axis.name, axis.rank))
@@ -229,11 +229,11 @@ class Recorder(NoTracer):
         """
         for name, bias in module_states(self.run.model).items():
             self._add_whole(kind, name.removeprefix("model/"), bias)
-        if kind != INITIAL and self.run.grads.overlap_gather:
+        if kind != INITIAL and self.run.buckets.overlap_gather:
             self._add_shards(kind, lambda bucket: bucket.gathered.shard)
             return
-        self.run.grads.wait_params()
-        for param in self.run.grads.params:
+        self.run.buckets.wait_params()
+        for param in self.run.buckets.params:
             axis = param.bucket.axis
             own = ((axis.name, axis.rank),) if axis.size > 1 else ()
             for part in param.spec.parts:

@@ -32,7 +32,7 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
 from nanomegatron.plan.flops import parameter_count
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.report.counters import ExpertLoad
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run
@@ -102,7 +102,7 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
 
 
 @torch.no_grad()
-def perturb(model: Stages, seed: int) -> None:
+def perturb(model: ModelChunks, seed: int) -> None:
     """Multiply every weight by 1 + eps times a normal number, alike under any layout; seed 0: do nothing."""
     for param in model.parameters() if seed else ():
         for part in param.spec.parts:
@@ -121,14 +121,14 @@ def record_step(run: Run, recorder: Recorder) -> None:
     load = ExpertLoad(run.model, run.config.model, run.mesh) if run.config.model.num_experts else None
     if load:
         load.begin()
-    run.grads.zero(len(batches))
+    run.buckets.zero_grad_buffer(len(batches))
     loss = torch.zeros((), device=run.mesh.device)
     step, data = forward_step(run, batches, token_count(run, batches), loss), run.config.data
     shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
     recorder.inside = ["decoder"]
     execute(run.model, step, len(batches), shape, tracer=recorder)
     recorder.inside = ["dp"]
-    run.grads.grad_sync()
+    run.buckets.finish_grad_sync()
     recorder.add_gradients()
     if load and run.config.model.moe_router_enable_expert_bias:
         move_expert_biases(load.routers, load.own_kept_tokens(load.end(batch.tokens)))

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.dp import Bucket, Buckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets
 from nanomegatron.fp8 import Scales
 from nanomegatron.param import report
 
@@ -110,7 +110,7 @@ class GraphedSteps:
     what: ClassVar[str] = "forward and backward of a microbatch are launched as a CUDA graph"
 
     plain: Callable[..., None]
-    grads: Buckets
+    grads: ParamAndGradBuckets
     scales: Scales | None
     say: Callable[[str], None]
     warm_up: int = 3  # steps of a shape before it is captured
@@ -197,7 +197,7 @@ class GraphedSteps:
 
 
 @contextmanager
-def recorded(grads: Buckets) -> Iterator[list[nn.Parameter]]:
+def recorded(grads: ParamAndGradBuckets) -> Iterator[list[nn.Parameter]]:
     """Context manager: contributions to gradients inside are listed, behind it, and not counted."""
     before = [(bucket, bucket.counts, bucket.seen, bucket.microbatches) for bucket in grads.all]
     for bucket in grads.all:

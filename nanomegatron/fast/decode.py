@@ -32,11 +32,11 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.attend_one import attend_one, attend_one_ref
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.ops.matvec import matvec
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from nanomegatron.tp import LinearFunction
 
 
-def plain_reason(model: Stages) -> str:
+def plain_reason(model: ModelChunks) -> str:
     """Why graphs cannot run this model's steps; "" if they can."""
     if model.device.type != "cuda":
         return f"on {model.device.type}"
@@ -63,7 +63,7 @@ def linear(
     return y if bias is None else y.add_(bias)
 
 
-def decoder(model: Stages, length: int) -> "Decoder | None":
+def decoder(model: ModelChunks, length: int) -> "Decoder | None":
     """A Decoder of texts of up to `length` tokens; None if graphs cannot run this model."""
     return None if plain_reason(model) else Decoder(model, length)
 
@@ -109,7 +109,7 @@ class StaticCache:
 class Decoder:
     """Logits of the next token, for texts that step together. length: the tokens of the longest text."""
 
-    model: Stages
+    model: ModelChunks
     length: int
     block: int = 256  # keys; a graph reads a multiple
     capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph

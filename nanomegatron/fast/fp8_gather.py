@@ -3,8 +3,8 @@
 The plain form casts the gathered bf16 weights at first use. Here AdamW's kernel writes the FP8 copy in its
 own pass over the main weights; a sharded optimizer gathers one byte per weight, not two (--fp8-param-gather);
 and between steps there are no 16-bit weights. These are rebuilt from the main weights when they are needed
-(`Buckets.wait_params`), and are NaN until then, so that no stale one is read unnoticed. Gain, Llama-3-8B,
-four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
+(`ParamAndGradBuckets.wait_params`), and are NaN until then, so that no stale one is read unnoticed. Gain,
+Llama-3-8B, four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
 The cast starts from the main weight rounded to 16 bits, which is the weight in a checkpoint. A skipped step
@@ -108,7 +108,7 @@ class WeightCasts:
 
 
 def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
-    """The argument `gathered` of `dp.Buckets`: `WeightCasts` for the weights that the optimizer casts."""
+    """The `gathered` of `ParamAndGradBuckets`: `WeightCasts` for the weights that the optimizer casts."""
     layer = getattr(param, "fp8", None)
     mixed = layer is not None and param.dtype == torch.bfloat16
     return WeightCasts if mixed and casts_weights(layer.recipe, shards.size > 1) else GatheredParams

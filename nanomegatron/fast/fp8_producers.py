@@ -52,7 +52,7 @@ from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
 from nanomegatron.param import accumulate
-from nanomegatron.tp import over_shards, own_columns, vocab_parallel_cross_entropy
+from nanomegatron.tp import combine_lse, vocab_parallel_cross_entropy, vocab_range
 
 
 def copies_for(linear: nn.Module) -> tuple[str, bool]:
@@ -291,9 +291,9 @@ class CrossEntropyFp8Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8Linear, grad_copies: list):
-        first, real = own_columns(logits.shape[-1], tp, vocab_size)
+        first, real = vocab_range(logits.shape[-1], tp, vocab_size)
         rows, own = logits.flatten(0, 1), labels.t().flatten() - first
-        lse, target = over_shards(*cross_entropy_stats(rows[:, :real], own), tp)
+        lse, target = combine_lse(*cross_entropy_stats(rows[:, :real], own), tp)
         ctx.save_for_backward(logits, own, lse)
         ctx.real, ctx.head = real, head
         ctx.grad_copies = grad_copies

@@ -32,7 +32,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
 from nanomegatron.param import add_product, grad_buffer, report
-from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
+from nanomegatron.tp import WHOLE_LOGITS, combine_lse, vocab_range
 
 
 class FusedLossFunction(torch.autograd.Function):
@@ -117,7 +117,7 @@ def chunk_loss(
     """
     labels, *loss_weights = numbers
     logits = rows @ weight.t()
-    lse, picked = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
+    lse, picked = combine_lse(*cross_entropy_stats(logits[:, :real], labels), tp)
     if not loss_weights:
         return lse - picked, None
     grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
@@ -156,7 +156,7 @@ def fused_linear_cross_entropy(
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and loss_weights is None:
         raise ValueError("loss_weights None: --cross-entropy-loss-fusion needs them to train; see Batch")
-    first, real = own_columns(weight.shape[0], tp, vocab_size)
+    first, real = vocab_range(weight.shape[0], tp, vocab_size)
     ranks = tp.size if sequence_parallel else 1
     labels, loss_weights = labels.t(), loss_weights.t().float() if wanted else None
     given = [None if t is None else t.reshape(ranks, -1) for t in (labels - first, loss_weights)]

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from nanomegatron.config.settings import OptimizerConfig
-from nanomegatron.dp import Bucket, Buckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets
 from nanomegatron.optim import ShardState
 
 HOST = torch.device("cpu")
@@ -118,7 +118,7 @@ class HostShard(ShardState):
 
 
 def host_state(
-    buckets: Buckets,
+    buckets: ParamAndGradBuckets,
     config: OptimizerConfig,
     otherwise: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState,
 ) -> Callable[[Bucket, OptimizerConfig], ShardState]:

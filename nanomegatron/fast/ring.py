@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import Rows, Shard, context_attention, step_gradients
+from nanomegatron.cp import Rows, SequenceShard, context_attention, step_gradients
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
@@ -41,7 +41,7 @@ ROUND = 2  # other ranks whose keys arrive at a time
 
 
 class RingStep(NamedTuple):
-    """A step as `cp.Step`; places: where `merge_rows` puts the results of its queries."""
+    """A step as `cp.AttentionBlock`; places: where `merge_rows` puts the results of its queries."""
 
     queries: Rows
     keys: slice
@@ -75,14 +75,16 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[Shard, dict[torch.device, list[RingRound]]] = WeakKeyDictionary()
+        self.plans: WeakKeyDictionary[SequenceShard, dict[torch.device, list[RingRound]]] = (
+            WeakKeyDictionary()
+        )
 
     def __call__(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        shard: Shard,
+        shard: SequenceShard,
         layer: int,
         mask: Mask,
         backend: str,
@@ -94,7 +96,7 @@ class Ring:
         rounds = self.rounds(shard, q.device)
         return RoundsFunction.apply(q, k, v, shard.axis, rounds, self.peers, backend).flatten(2)
 
-    def rounds(self, shard: Shard, device: torch.device) -> list[RingRound]:
+    def rounds(self, shard: SequenceShard, device: torch.device) -> list[RingRound]:
         """The rounds of this rank."""
         plans = self.plans.setdefault(shard, {})
         if device not in plans:
@@ -217,7 +219,7 @@ def grads_to_return(this: RingRound, found: list[Sequence[torch.Tensor]]) -> Ite
                 yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
-def plan_rounds(shard: Shard, device: torch.device) -> list[RingRound]:
+def plan_rounds(shard: SequenceShard, device: torch.device) -> list[RingRound]:
     """The rounds of this rank: own keys, then those of `ROUND` others at a time, nearest first."""
     size = shard.axis.size
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
@@ -228,7 +230,7 @@ def plan_rounds(shard: Shard, device: torch.device) -> list[RingRound]:
 class Planner:
     """Plans the rounds of a rank."""
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: SequenceShard, device: torch.device) -> None:
         self.shard, self.device = shard, device
         self.size, self.own = shard.axis.size, shard.axis.rank
         self.tokens = len(shard.places)

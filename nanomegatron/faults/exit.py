@@ -28,7 +28,7 @@ NO_CHECKPOINT, SAVE_FAILED = 3, 4
 BAD_STEPS, FAULTY_MACHINE = 16, 17
 CODES = {ConfigError: BAD_CONFIG, CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
 CODES |= {FolderLost: SAVE_FAILED, BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
-SAID = tuple(CODES.values())  # the rank has printed its message
+EXIT_CODES = tuple(CODES.values())  # the rank has printed its message
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
 )
@@ -71,11 +71,11 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     first that failed; codes: all exit codes; running: ranks that had to be stopped.
     """
     code, path = codes[rank], folder / "status.json"
-    if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
+    if code in (DONE, PREEMPTED) or (code in EXIT_CODES and code == codes[0]):
         return
     what = seen_by_launcher(rank, code, running)
     said = said_by_rank(path, began)
-    if not said and code not in SAID and path.exists():
+    if not said and code not in EXIT_CODES and path.exists():
         with suppress(ConfigError, OSError), lock(folder):  # not if another run holds the folder
             said = said_by_rank(path, began)  # by rank 0, which has just left
             if not said:

@@ -45,8 +45,8 @@ def launch(
     args: tuple = (),
     timeout: float | None = None,
     threads: int | None = None,
-    blame: Callable[[int, list[int], list[int]], None] | None = None,
-    fine: tuple[int, ...] = (0,),
+    on_failure: Callable[[int, list[int], list[int]], None] | None = None,
+    ok_codes: tuple[int, ...] = (0,),
     hold: bool = False,
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
@@ -56,18 +56,18 @@ def launch(
     is sent to the process group, as Ctrl-C is, twice. GRACE seconds after a second one those that are left
     are killed. hold: a rank gets no signal until the worker calls `take_signals`. Each computes with
     `threads` threads (OMP_NUM_THREADS, else its share of the cores). If a rank has failed,
-    `blame(rank, codes, running)` gets the first one, all exit codes, and the ranks that had to be killed;
-    codes in `fine` are no failure.
+    `on_failure(rank, codes, running)` gets the first one, all exit codes, and the ranks that had to be
+    killed; codes in `ok_codes` are no failure.
     """
     worker = _by_real_name(worker)
     context = _context(worker)
     threads = threads or threads_given() or max(1, (os.cpu_count() or 1) // nproc)
-    heard = passed_on()
-    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder, _noted(heard) as notes:
+    signals = passed_on()
+    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder, _noted(signals) as notes:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
             context.Process(
-                target=_run_rank, args=(worker, place, threads, heard, hold, args), name=f"rank{i}"
+                target=_run_rank, args=(worker, place, threads, signals, hold, args), name=f"rank{i}"
             )
             for i, place in enumerate(places)
         ]
@@ -75,7 +75,7 @@ def launch(
             with _blocked(), _without_main(worker, args):
                 for process in ranks:
                     process.start()
-            first = _wait(ranks, timeout, fine, notes)
+            first = _wait(ranks, timeout, ok_codes, notes)
             running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
             if first is None and running:
                 first = running[0]
@@ -89,8 +89,8 @@ def launch(
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.close()  # a rank that still lives, since the fork server was killed, ends by that
-    if blame and first is not None:
-        blame(first, codes, running)
+    if on_failure and first is not None:
+        on_failure(first, codes, running)
     return codes
 
 
@@ -104,7 +104,7 @@ def one_thread_if_small(parameters: int) -> None:
 
 
 def passed_on() -> list[int]:
-    """Return the signals of PASSED_ON that are heard: not SIGHUP under nohup."""
+    """Return the signals of PASSED_ON that are signals: not SIGHUP under nohup."""
     return [n for n in PASSED_ON if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
@@ -241,13 +241,13 @@ def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
 
 
 def _run_rank(
-    worker: Callable[..., int], place: World, threads: int, heard: list[int], hold: bool, args: tuple
+    worker: Callable[..., int], place: World, threads: int, signals: list[int], hold: bool, args: tuple
 ) -> None:
     def interrupt(*_: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes from the launcher, too
         raise KeyboardInterrupt
 
-    for number in heard:
+    for number in signals:
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     if not hold:
         take_signals()
@@ -265,7 +265,7 @@ def _run_rank(
     sys.exit(worker(place, *args))
 
 
-def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...], notes: list[int]) -> int | None:
+def _wait(ranks: list, timeout: float | None, ok_codes: tuple[int, ...], notes: list[int]) -> int | None:
     """Pass on noted signals until all ranks have ended, GRACE seconds after a failure, or at the timeout.
 
     notes: as `_noted` yields it. Returns the rank that failed first, or None. Of several at once it is one
@@ -275,7 +275,7 @@ def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...], notes: list
     asked = math.inf  # when the first signal came
     while True:
         alive = [process for process in ranks if process.is_alive()]
-        failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, *fine)]
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, *ok_codes)]
         if first is None and failed:  # before the wait: it may have failed already
             first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
             end = min(end, time.monotonic() + GRACE)

@@ -54,7 +54,7 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
-    looks = run.grads.before_reduce
+    looks = run.buckets.before_reduce
     looks["again"] = lambda bucket: sums.append(  # of the bits, which differs if one value does
         bucket.grads.view(torch.int16).sum(dtype=torch.int64)
     )

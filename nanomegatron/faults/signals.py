@@ -114,4 +114,4 @@ class Signals:
             raise FolderLost(f"{what}; nothing more is written there; {fix}")
 
 
-UNHEARD = Signals()  # for a run without handlers
+NO_SIGNALS = Signals()  # for a run without handlers

@@ -17,7 +17,7 @@ from nanomegatron.config.batch import stages
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.data.packing import Ranks
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
@@ -90,7 +90,7 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(device.type == "cuda", not kernels_unavailable(device), fused)
 
 
-def buckets_text(buckets: Buckets) -> str:
+def buckets_text(buckets: ParamAndGradBuckets) -> str:
     """How gradients and optimizer states are sharded, reduced and gathered; "" for one fp32 all-reduce."""
     text = []
     if buckets.strategy != "no_shard":

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from nanomegatron.config.settings import Config
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh, Traffic
 from nanomegatron.optim import StepStats
 from nanomegatron.plan.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.plan.gpus import device_peak
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from nanomegatron.report.banner import local_ranks
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.energy import Energy, open_meter
@@ -113,7 +113,9 @@ class StepReport:
 class Reporter:
     """Logs the steps of a run; has the objects that observe them: timers, tracer, FP8 and expert counters."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, log: RunLog, model: ModelChunks, grads: ParamAndGradBuckets
+    ) -> None:
         run = config.run
         self.config, self.mesh = config, mesh
         self.log, self.grads = log, grads

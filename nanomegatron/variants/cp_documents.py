@@ -1,4 +1,4 @@
-"""Other result than `cp.Shard`, for `--reset-attention-mask` and `--variable-seq-lengths` over several ranks.
+"""Other result than `cp.SequenceShard`, for `--reset-attention-mask` and `--variable-seq-lengths` over ranks.
 
 A row is a pack of documents, which do not see each other. Each is cut zigzag by itself. The remainder of its
 length modulo 2 * cp is distributed one token per rank, round robin across documents: ranks have equal numbers
@@ -18,20 +18,20 @@ import numpy as np
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.cp import Shard, Step, memoized
+from nanomegatron.cp import AttentionBlock, SequenceShard, memoized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, ranges, to_device
 from nanomegatron.ops.merge import ALL
 
 
-class DocumentShard(Shard):
+class DocumentShard(SequenceShard):
     """This rank's tokens of a row of documents. bounds: int64 `[docs, 2 * size + 1]`, those of the chunks."""
 
     @staticmethod
     def of_documents(axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray) -> "DocumentShard":
         """cu_seqlens: bounds of the documents in the row; tokens past the last one are a document of padding.
 
-        Raises ValueError as `Shard`.
+        Raises ValueError as `SequenceShard`.
         """
         ends = np.append(np.asarray(cu_seqlens, np.int64), s)
         bounds = ends[:-1, None] + chunk_bounds(np.diff(ends), axis.size)
@@ -47,7 +47,7 @@ class DocumentShard(Shard):
         return ranges(begin, end)
 
     def segments(self, own: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which queries of rank `own` see keys of rank `other`, and which keys, as in `Shard`.
+        """Return which queries of rank `own` see keys of rank `other`, and which keys, as in `SequenceShard`.
 
         Both are (begin, end) among the tokens of their rank, for each document that has both: `[2, docs]`.
         """
@@ -63,17 +63,17 @@ class DocumentShard(Shard):
         queries, keys = self.segments(own, other)
         return ranges(queries[0], queries[1]), ranges(keys[0], keys[1])
 
-    def step(self, other: int, device: torch.device) -> Step | None:
+    def step(self, other: int, device: torch.device) -> AttentionBlock | None:
         """Return attention to the keys of rank `other`, of all documents; None: no query sees one."""
         queries, keys = self.segments(self.axis.rank, other)
         if not queries.size:
             return None
         block = Block.packed(queries, keys, device, self.axis.rank == other)
         rows = (to_device(ranges(begin, end), device) for begin, end in (queries, keys))
-        return Step(next(rows), next(rows), block)
+        return AttentionBlock(next(rows), next(rows), block)
 
     @memoized
-    def gathered(self, device: torch.device, window: int | None = None) -> list[Step]:
+    def gathered(self, device: torch.device, window: int | None = None) -> list[AttentionBlock]:
         """Return the one step for the keys of all ranks in the order of the row, or for those in windows."""
         begin, end = self.chunks(self.axis.rank).reshape(-1, 2).T
         first = np.repeat(self.bounds[:, 0], 2)
@@ -81,7 +81,7 @@ class DocumentShard(Shard):
             first = np.maximum(first, begin - window)
         begin, first, end = (x[begin < end] for x in (begin, first, end))
         block = Block.packed((begin, end), (first, end), device, True, window)
-        return [Step(ALL, to_device(ranges(first, end), device), block)]
+        return [AttentionBlock(ALL, to_device(ranges(first, end), device), block)]
 
 
 def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:

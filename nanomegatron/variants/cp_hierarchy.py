@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from nanomegatron.cp import Shard, memoized, ulysses_attention
+from nanomegatron.cp import SequenceShard, memoized, ulysses_attention
 from nanomegatron.ops.attention import Mask
 
 
@@ -37,7 +37,7 @@ class TwoLevels:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        shard: Shard,
+        shard: SequenceShard,
         layer: int,
         mask: Mask,
         backend: str,
@@ -60,7 +60,7 @@ class TwoLevels:
 
 
 @memoized
-def groups_of(shard: Shard) -> Shard:
+def groups_of(shard: SequenceShard) -> SequenceShard:
     """Return the same row over the outer level, whose ranks are groups: the chunks of a group are one."""
     inner, outer = shard.axis.levels
     bounds = shard.bounds[..., :: inner.size]

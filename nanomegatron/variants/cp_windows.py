@@ -13,7 +13,7 @@ tests/test_cp_shard.py)
 
 import torch
 
-from nanomegatron.cp import GatherFunction, Shard, Step, context_attention
+from nanomegatron.cp import AttentionBlock, GatherFunction, SequenceShard, context_attention
 from nanomegatron.ops.attention import Block, Mask
 from nanomegatron.variants.cp_documents import DocumentShard
 
@@ -22,7 +22,7 @@ def windowed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shard: Shard,
+    shard: SequenceShard,
     layer: int,
     mask: Mask,
     backend: str,
@@ -39,13 +39,14 @@ def windowed_attention(
     return GatherFunction.apply(q, k, v, shard.axis, steps, order, backend).flatten(2)
 
 
-def window_steps(shard: Shard, window: int, device: torch.device) -> list[Step]:
-    """Return the steps, as `Shard.gathered`, for the keys in the windows of this rank's queries."""
+def window_steps(shard: SequenceShard, window: int, device: torch.device) -> list[AttentionBlock]:
+    """Return the steps, as `SequenceShard.gathered`, for the keys in the windows of this rank's queries."""
     if isinstance(shard, DocumentShard):
         return shard.gathered(device, window)
     chunks = [step for step in shard.gathered(device) if step.block.causal]  # each with its own keys
     firsts = [max(0, step.keys.start - window) for step in chunks]
     block = Block(True, window)
     return [
-        Step(x.queries, slice(first, x.keys.stop), block) for x, first in zip(chunks, firsts, strict=True)
+        AttentionBlock(x.queries, slice(first, x.keys.stop), block)
+        for x, first in zip(chunks, firsts, strict=True)
     ]

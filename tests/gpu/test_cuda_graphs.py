@@ -45,10 +45,10 @@ def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
         run.iteration += 1
         if run.iteration == 20:
             evaluate(run)
-    run.grads.wait_params()
+    run.buckets.wait_params()
     for loader in filter(None, run.loaders):
         loader.close()
-    return found, [param.detach().clone() for param in run.grads.params], run.execute
+    return found, [param.detach().clone() for param in run.buckets.params], run.forward_backward
 
 
 @pytest.mark.parametrize("way, impl", CASES)
@@ -102,4 +102,4 @@ def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F8
             run.model[0].layers[1].register_forward_hook(lambda *_: seen.append(1))
         train.train_step(run)
         run.iteration += 1
-    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.execute.said)
+    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.forward_backward.said)

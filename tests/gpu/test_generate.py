@@ -13,7 +13,7 @@ from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_l
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import ModelChunks
 from tests.test_decode import FAMILIES
 
 CUDA, VOCAB, LONGEST = torch.device("cuda", 0), 500, 96
@@ -22,7 +22,7 @@ BLOCK = 16  # keys: a text crosses several
 
 
 @functools.cache
-def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False, std=0.3) -> Stages:
+def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False, std=0.3) -> ModelChunks:
     """Large weights, so that the likeliest token is likelier than rounding. kernel: for a single token."""
     config = TransformerConfig(
         *(2, 512, 8), max_position_embeddings=LONGEST, init_method_std=std, **FAMILIES[family]
@@ -30,7 +30,7 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=512)
     chunk = GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))
     pick_variants(chunk, Axis.single("cp"))
-    model = Stages([chunk])
+    model = ModelChunks([chunk])
     return install(model, Paths(linear=linear if kernel else None))
 
 
@@ -59,7 +59,7 @@ def test_graphs_equal_their_steps_to_the_bit(family, b, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     made = []
 
-    def graphs(model: Stages) -> Decoder:
+    def graphs(model: ModelChunks) -> Decoder:
         made.append(Decoder(model, LONGEST, BLOCK))
         return made[-1]
 

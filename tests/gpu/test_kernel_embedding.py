@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.embedding import TOKENS_A_PART, add_position_grad_, add_word_grad_, lookup, lookup_ref
 from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel, without_kernels
@@ -212,7 +212,7 @@ class Words(nn.Module):
         self.words = VocabParallelEmbedding(50, 64, 24, ONE, init.at("words"))
         spec = ParamSpec((replica("positions", (40, 24), ONE),), (40, 24))
         self.positions = new_parameter(spec, init)
-        self.buckets = Buckets(self, ParallelConfig(), Mesh())
+        self.buckets = ParamAndGradBuckets(self, ParallelConfig(), Mesh())
 
     def forward(self, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.words(ids, 1.0, self.positions, places)
@@ -226,10 +226,10 @@ def test_in_a_model(dtype):
         model = Words(dtype)
         with without_kernels() if plain else contextlib.nullcontext():
             for places in (torch.arange(40, device=GPU), ids % 40):
-                model.buckets.zero()
+                model.buckets.zero_grad_buffer()
                 y = model(ids, places)
                 y.backward((torch.arange(y.numel(), device=GPU) % 7 - 3).view(y.shape).to(dtype))
-                model.buckets.grad_sync()
+                model.buckets.finish_grad_sync()
                 found += [(y.detach(), *(p.main_grad.clone() for p in model.parameters()))]
     for ours, theirs in ((found[0], found[2]), (found[1], found[3])):
         assert torch.equal(ours[0], theirs[0])
@@ -243,7 +243,7 @@ def test_a_graph_captures_both_passes():
     ids, grad = ids_for("random", 40, 3, 50), normal(40, 3, 24, dtype=BF16)
 
     def step() -> torch.Tensor:
-        model.buckets.zero()
+        model.buckets.zero_grad_buffer()
         y = model(ids, places)
         y.backward(grad)
         return y

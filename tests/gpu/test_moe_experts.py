@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
@@ -55,7 +55,7 @@ FORMS = {"plain": route_and_combine, "overlapped": OverlappedMoe(None)}
 def built(mesh, config=BASE, dtype=torch.bfloat16, axes=None):
     init = Init(seed=5, name="experts", std=0.1, device=mesh.device, dtype=dtype)
     experts = GroupedExperts(replace(config, init_method_std=0.1), axes or mesh, init, activation(config))
-    return experts, Buckets(experts, ParallelConfig(), mesh)
+    return experts, ParamAndGradBuckets(experts, ParallelConfig(), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_against_float64(alone, sizes, dtype, grouped, known, monkeypatch):
     ends = [0, *itertools.accumulate(sizes)]
     offsets = torch.tensor(ends, dtype=torch.int32, device=GPU)
     weights = [p.detach().double().requires_grad_() for p in (experts.weight1, experts.weight2)]
-    buckets.zero(3)
+    buckets.zero_grad_buffer(3)
     for extra in 0, 3, 0:
         n = sum(sizes)
         x, grad = (torch.randn(n + extra, H, device=GPU).to(dtype) for _ in range(2))
@@ -101,7 +101,7 @@ def test_against_float64(alone, sizes, dtype, grouped, known, monkeypatch):
         expected.backward(grad[:n].double())
         near(y[:n], expected, TOLERANCE[dtype])
         near(ours.grad[:n], theirs.grad, TOLERANCE[dtype])
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     for p, w in zip((experts.weight1, experts.weight2), weights, strict=True):
         near(p.main_grad, w.grad, TOLERANCE[dtype])
 
@@ -125,7 +125,7 @@ def of_fp8(device, recipe, sizes, grouped, known):
         param.data.copy_(0.1 * values)
     ends = [0, *itertools.accumulate(sizes)]
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    buckets.zero(2)
+    buckets.zero_grad_buffer(2)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         x, grad = (torch.randn(n + 32, H, generator=generator).bfloat16() for _ in range(2))
@@ -134,7 +134,7 @@ def of_fp8(device, recipe, sizes, grouped, known):
         y = experts(x, offsets, ends if known else None)
         y.backward(grad.to(device))
         found += [y.detach()[:n].cpu(), x.grad[:n].cpu()]
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     return found + [p.main_grad.cpu() for p in experts.parameters()]
 
 
@@ -163,7 +163,7 @@ def test_fp8_behind_dispatchers_never_waits(alone, kind, form):
     experts, buckets = built(alone)
     x, probs, ids, grad = routed(500, 0.3, GPU)
     args = x, probs, ids.where(ids > 2, ids % 2), grad
-    buckets.zero(3)
+    buckets.zero_grad_buffer(3)
     expected = run(experts, form, kind, *args)
     quantize_experts(experts, Scales(Rowwise(), GPU))
     run(experts, form, kind, *args)
@@ -201,7 +201,7 @@ def test_one_rank_never_waits(alone, kind, settings, form):
     """Forward and backward; with the kernels, as in plain torch."""
     experts, buckets = built(alone, replace(BASE, **settings))
     args = routed(500, 0.2 if settings else 0.0, GPU)
-    buckets.zero(3)
+    buckets.zero_grad_buffer(3)
     run(experts, form, kind, *args)
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
@@ -258,8 +258,8 @@ def compare(mesh):
         (experts, buckets), (whole, others) = built(mesh, config), built(single, config)
         torch.manual_seed(3)
         each = [routed(400, dropped, mesh.device) for _ in range(mesh.world.size)]
-        buckets.zero(3)
-        others.zero(mesh.world.size)
+        buckets.zero_grad_buffer(3)
+        others.zero_grad_buffer(mesh.world.size)
         ours = run_once(experts, route_and_combine, kind, each[mesh.rank])
         overtaking = run_twice(experts, overlapped, kind, each[mesh.rank])
         for rank, args in enumerate(each):
@@ -267,7 +267,7 @@ def compare(mesh):
             if rank == mesh.rank:
                 for found in (*zip(ours, expected, strict=True), *zip(overtaking, expected, strict=True)):
                     near(*found, 2e-2)
-        buckets.grad_sync()
+        buckets.finish_grad_sync()
         for p, q in zip(experts.parameters(), whole.parameters(), strict=True):
             places = {part.name: (part, q.main_grad) for part in q.spec.parts}
             for part in p.spec.parts:

@@ -11,7 +11,7 @@ import train
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -43,12 +43,12 @@ def test_weight_gradient_accumulates_in_the_bucket(grad_dtype):
     init = Init(device=CUDA, dtype=torch.bfloat16)
     layer = ColumnParallelLinear(512, 768, Axis.single(), init, bias=False)
     mesh = Mesh.build(ParallelConfig(), World(), CUDA)
-    buckets = Buckets(layer, ParallelConfig(), mesh, grad_dtype)
-    buckets.zero(3)
+    buckets = ParamAndGradBuckets(layer, ParallelConfig(), mesh, grad_dtype)
+    buckets.zero_grad_buffer(3)
     xs = [torch.randn(64, 2, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
     for x in xs:
         layer(x).sum().backward()
-    buckets.grad_sync()
+    buckets.finish_grad_sync()
     exact = sum(x.double().flatten(0, 1).sum(0) for x in xs).expand(768, 512)
     bound = 1e-6 if grad_dtype == torch.float32 else 1e-2
     assert layer.weight.grad is None and layer.weight.main_grad.dtype == grad_dtype
@@ -69,7 +69,7 @@ def one_step(flags, tmp_path):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = train.train_step(run).read()[1]["lm_loss"]
-    return loss, [bucket.grad_shard.clone() for bucket in run.grads.all], peak_memory(CUDA) - before
+    return loss, [bucket.grad_shard.clone() for bucket in run.buckets.all], peak_memory(CUDA) - before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -102,7 +102,7 @@ def trained_on(gradients: list, flags: list[str], folder) -> tuple[list[float], 
     update, losses, given = run.optimizer.step, [], len(gradients) > 0
 
     def step(*numbers):
-        here = [bucket.grad_shard for bucket in run.grads.all]
+        here = [bucket.grad_shard for bucket in run.buckets.all]
         if given:
             torch._foreach_copy_(here, gradients[run.iteration])
         else:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.cp import Shard, context_attention
+from nanomegatron.cp import SequenceShard, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring, plan_rounds
 from nanomegatron.fast.transfers import PeerRing
@@ -25,7 +25,7 @@ def storm(mesh, device):
     for turn in range(60):
         s, dtype = SIZES[turn % len(SIZES)]
         own = torch.full((2, s, 2), rank + turn % 7, device=device, dtype=dtype).unbind(0)
-        rounds = plan_rounds(Shard.of_row(mesh.cp, size * s, ("p2p",)), device)
+        rounds = plan_rounds(SequenceShard.of_row(mesh.cp, size * s, ("p2p",)), device)
         how = mesh.cp, device
         keys = peers.ring(*how, "keys", 4 * own[0].nbytes, 1)
         back = peers.ring(*how, "gradients of keys", 4 * own[0].nbytes, len(rounds) - 1)
