@@ -3,9 +3,9 @@
 Tests: tests/test_layouts.py. Page: docs/architecture.md.
 
     config, mesh -> PeerAccess -> Paths, and why        paths_for
-    config, mesh -> ModelChunks of GPTModels                 build
+    config, mesh -> ModelChunks of GPTModels            build
     model, Paths -> model with these paths              install, before its parameters go into buckets
-    model, Paths -> ParamAndGradBuckets, Optimizer                  build_optimizer
+    model, Paths -> ParamAndGradBuckets, Optimizer      build_optimizer
     config -> what cuts batches over cp                 batch_sharding
 
 A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that

@@ -1,10 +1,10 @@
 """Records a rank's tensors: inputs and outputs of every module, their gradients, and all of its parameters.
 
-    module hooks      input, output                 a view of each input is passed on, so that its gradient is
+    module hooks          input, output             a view of each input is passed on, so that its gradient is
                                                     that of this module, not of all that read the tensor
-    tensor hooks      input gradient, output gradient
-    ParamAndGradBuckets           weight gradient, before ranks sum it; reduced gradient, after
-    Optimizer         updated weight
+    tensor hooks          input gradient, output gradient
+    ParamAndGradBuckets   weight gradient, before ranks sum it; reduced gradient, after
+    Optimizer             updated weight
 
 A row is identified by its sample's number in the run and its position there, whichever microbatch, dp, cp or
 sequence-parallel rank has it; features by the slices of the layer's weight. Names are those of checkpoints;
