@@ -201,7 +201,7 @@ class Bucket:
         if self.counts[param] > self.microbatches * param.spec.uses:
             raise RuntimeError(
                 f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
-                f"microbatches has {param.spec.uses}; give zero() the number of microbatches that follow"
+                f"microbatches has {param.spec.uses}; give zero_grad_buffer() the number that follows"
             )
         self.seen += 1
         if self.seen % self.uses == 0:

@@ -47,9 +47,7 @@ class Run:
     signals: Signals = NO_SIGNALS
     data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
     saver: Saver | None = None  # None with --eval-only
-    forward_backward: Callable[..., None] = (
-        execute  # a training step's forwards and backwards, as `pp.execute`
-    )
+    forward_backward: Callable[..., None] = execute  # of a training step, as `pp.execute`
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip

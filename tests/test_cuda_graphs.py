@@ -181,7 +181,7 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     found, called, gib = trained(runs[1], 4), [], 2**30
 
     def steps(n: int) -> None:
-        found[-len(runs[1].grads.params) :] = trained(runs[1], n)
+        found[-len(runs[1].buckets.params) :] = trained(runs[1], n)
 
     hook = runs[1].model[0].layers[1].register_forward_hook(lambda *_: called.append(1))
     steps(2)

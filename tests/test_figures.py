@@ -18,7 +18,9 @@ from benchmarks import table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [
-    path for path in DOCUMENTS if path.name not in ("log.md", "benchmarks.md", "planner.md", "layouts.md")
+    path
+    for path in DOCUMENTS
+    if path.name not in ("log.md", "benchmarks.md", "planner.md", "layouts.md", "map.md")
 ]
 
 # A unit as it is written, and the units of the cells that it stands for.

@@ -91,7 +91,7 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
         datasets=datasets,
         loaders=loaders,
         model=model,
-        grads=grads,
+        buckets=grads,
         optimizer=optimizer,
         samples_before=before,
         data_samples=[],
