@@ -18,7 +18,7 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2599          105            137      33      29      30
+checkpoint          2597          105            137      32      29      30
 commands            1129           44             81      30      11      21
 config              2386          113            137      10      44      49
 core                3052           16            161      36      11      46
@@ -29,7 +29,7 @@ faults              1065           44             44       3       5      16
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
 programs             764           19             45       1      15      10
-report              1571           71             72       7      14      16
+report              1570           71             72       7      14      16
 variants             203            2              3       0       0       2
 """
 

@@ -164,9 +164,16 @@ def load_checkpoint(run: Run) -> None:
         check_model(run, source, found[1])
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
-    checks = config.verify_integrity, config.dist_ckpt_strictness
     wanted = dense_pieces(pieces) if source.upcycling else pieces
-    loaded = load(root, wanted, run.mesh, source.step, not states, *checks)
+    loaded = load(
+        root,
+        wanted,
+        run.mesh,
+        source.step,
+        not states,
+        config.verify_integrity,
+        config.dist_ckpt_strictness,
+    )
     if loaded is None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
@@ -187,15 +194,19 @@ def load_checkpoint(run: Run) -> None:
     if states:
         run.optimizer.load_scalars(loaded.state["optimizer"])
         good_steps = loaded.state["optimizer"]["good_steps"]
-        changes = value_changes(loaded.config_toml, run.config, run.samples_before, run.iteration, good_steps)
-        log_notes(run, changes)
+        log_notes(
+            run,
+            value_changes(loaded.config_toml, run.config, run.samples_before, run.iteration, good_steps),
+        )
     elif run.optimizer:
         run.optimizer.reset_main()
         note_new_schedule(run)
     if run.model.scales is not None:
         load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
-    word = {True: "loaded ", False: "resumed"}[run.config.run.eval_only]
+    word = "resumed"
+    if run.config.run.eval_only:
+        word = "loaded "
     run.log.line(f"{word} {root}, step {loaded.iteration}{how}")
     before, now = loaded.state.get("circumstances", {}), environment_info(run)
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
@@ -274,14 +285,13 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 def load_hf_folder(run: Run, source: LoadSource) -> None:
     """Load a Hugging Face model's weights; upcycling fills experts with its MLPs. Raises ValueError."""
     parameters, model = run.model.parameters, run.config.model
-    upcycling = source.upcycling
-    notes = load_weights(source.root, parameters(), model, run.model.vocab_size, upcycling)
-    log_notes(run, [*(divide_outputs(parameters(), model) if upcycling else ()), *notes])
+    notes = load_weights(source.root, parameters(), model, run.model.vocab_size, source.upcycling)
+    log_notes(run, [*(divide_outputs(parameters(), model) if source.upcycling else ()), *notes])
     if run.optimizer:
         run.optimizer.reset_main()
     warn_once(run, tokenizer_notes(run, source.root) if run.mesh.rank == 0 else [])
     keep_source(run, source.root)
-    how = ", each expert as the MLP" * upcycling
+    how = ", each expert as the MLP" * source.upcycling
     run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
 
 
@@ -317,8 +327,7 @@ def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
         consumed = run.consumed_samples if samples is None else samples
         restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
     if states:
-        scalars = run.optimizer.scalars()
-        run.optimizer.load_scalars(scalars | {"good_steps": run.iteration})
+        run.optimizer.load_scalars(run.optimizer.scalars() | {"good_steps": run.iteration})
     elif run.optimizer:
         run.optimizer.reset_main()
     step = f", step {run.iteration}" if resumes else ", its weights"

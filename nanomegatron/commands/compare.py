@@ -205,8 +205,9 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
     Each run has a narrower line than the one before, so that one is seen on another that it equals.
     Raises ImportError without matplotlib, ValueError for a wrong suffix.
     """
-    smooth = any(smoothing_reach(len(line)) for _, line, _ in curves)
-    what = {True: "training loss, smoothed", False: "training loss of each step"}[smooth]
+    what = "training loss of each step"
+    if any(smoothing_reach(len(line)) for _, line, _ in curves):
+        what = "training loss, smoothed"
     axes = canvas(path, (9, 5)).add_subplot(title=f"{what}; markers: validation")
     for i, (name, line, dots) in enumerate(curves):
         color = PALETTE[i % len(PALETTE)]
@@ -217,10 +218,14 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
         width = min(1.5 + 2 * (len(curves) - 1 - i), 8)
         axes.plot(tokens, losses, color=color, label=name, linewidth=width)
         held_out = ([point[axis] for point in dots] for axis in (0, 1))
-        marker = dict(
-            marker=MARKERS[i % len(MARKERS)], markersize=max(5, 11 - 3 * i), markeredgecolor="black"
+        axes.plot(
+            *held_out,
+            linestyle="",
+            color=color,
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=max(5, 11 - 3 * i),
+            markeredgecolor="black",
         )
-        axes.plot(*held_out, linestyle="", color=color, **marker)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(lambda x, _: amount(x) if x >= 0 else "")
     axes.grid(color="#dddddd", linewidth=0.6)

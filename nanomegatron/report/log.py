@@ -94,6 +94,7 @@ class RunLog:
         self._bar: Any = None
         self._interval: list[dict] = []
         self._lines = 0
+        self._first: int | None = None  # the iteration of the first record
         self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
         with self.attempt(str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -211,6 +212,8 @@ class RunLog:
         `tflops_per_gpu_*` by other FLOP conventions, and those of energy.py.
         """
         self._facts["iteration"] = record["iteration"]
+        if self._first is None:
+            self._first = record["iteration"]
         if not self.is_main:
             return
         record = {key: record[key] for key in KEYS} | record
@@ -221,9 +224,12 @@ class RunLog:
         if self._bar is not None:
             with self.attempt("console"):
                 self._bar.update(1)
-        iteration = record["iteration"]
-        if not self._lines or iteration == self.train_iters or iteration % self.config.run.log_interval == 0:
+        if self.line_due(record["iteration"]):
             self.end_interval()
+
+    def line_due(self, iteration: int) -> bool:
+        """Whether a line comes after this step: the first, the last and every --log-interval; on any rank."""
+        return iteration in (self._first, self.train_iters) or iteration % self.config.run.log_interval == 0
 
     def end_interval(self) -> None:
         """Write a line of the steps since the last one, if there are any: those before a stop."""
@@ -279,12 +285,10 @@ class RunLog:
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
         record["consumed_samples"] = samples
         record["batches"] = batches
-        if self.config.run.eval_only:
-            record["eval_only"] = True  # beside that of training at this step
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
-            if self.config.run.eval_only:
-                evals.append(record)
+            if self.config.run.eval_only:  # beside that of training at this step
+                evals.append(record | {"eval_only": True})
             else:
                 evals.put(record, ("iteration", "split", "eval_only"))
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}

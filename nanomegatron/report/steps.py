@@ -120,7 +120,6 @@ class Reporter:
         self.config, self.mesh = config, mesh
         self.log, self.grads = log, grads
         self.padded_vocab_size = model[0].padded_vocab_size
-        self.steps = 0  # reported so far
         self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
         folder = Path(run.trace_dir) / log.folder.name if run.trace_dir else None
         title = trace_title(log.folder.name, config, mesh)
@@ -143,8 +142,6 @@ class Reporter:
         skipped_samples: samples of --iterations-to-skip and of skipped spikes so far in the run; only logged.
         """
         run, log, batch = self.config.run, self.log, step.batch
-        first = self.steps == 0
-        self.steps += 1
         milliseconds, numbers = step.read()
         numbers = {name: value for name, value in numbers.items() if name not in FLAGS}
         good = numbers.pop("good")
@@ -164,7 +161,7 @@ class Reporter:
         record["peak_mem_gib"] = (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30
         log.step(record)
         self.timers.add(step.timed)
-        if first or batch.iteration == run.train_iters or batch.iteration % run.log_interval == 0:
+        if log.line_due(batch.iteration):
             with log.attempt("timers"):
                 if self.timers.level:
                     log.line(self.timers.text(self.mesh.world))
