@@ -118,7 +118,7 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
             shard = DocumentShard.of_documents(axis, row.s, (kind,), np.array(row.bounds))
         else:
             shard = SequenceShard.of_row(axis, row.s, (kind,))
-        attention = attention_over_cp(ring, None, axis)
+        attention = attention_over_cp(ring, mask, axis)
         call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
         return run_of(session, row, shard.places, call, backward)
 

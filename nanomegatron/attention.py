@@ -13,6 +13,7 @@ With fewer key/value heads than tp ranks (g < tp), neighbouring ranks hold the s
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -45,6 +46,7 @@ class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
     context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
+    mask: which keys of a whole row its queries see.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
@@ -56,7 +58,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.tp = tp
         self.head_dim = config.head_dim
-        self.window = config.windows[layer]
+        self.mask = Mask(True, config.windows[layer])
         n = config.num_attention_heads
         g = config.num_kv_heads
         if n % tp.size or (g % tp.size and tp.size % g):
@@ -105,11 +107,9 @@ class SelfAttention(nn.Module):
 
         packed: queries, keys and values of this rank's heads, as `linear_qkv` returns them.
 
-        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set, ValueError if
-        scores are to be bounded over ranks of cp that do not exchange heads (a2a).
+        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set.
         """
-        if self.config.qk_layernorm_all_heads and not self.has_variants:
-            raise RuntimeError("--qk-layernorm-all-heads is a variant: call build.pick_variants on the model")
+        self.config.check_variants("attention", self.has_variants)
         q, k, v = self._queries_keys_values(packed, rotary)
         scale = self.config.softmax_scale
         if scale is not None:
@@ -123,12 +123,8 @@ class SelfAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Cache | None
     ) -> torch.Tensor:
         fused = self.config.masked_softmax_fusion
-        cap = self.config.attn_logit_softcapping
-        mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen, cap)
+        mask = replace(self.mask, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
         if batch.shard is not None:
-            kind = batch.shard.types[self.layer]
-            if cap and kind != "a2a":
-                raise ValueError(f"--attn-logit-softcapping {cap}: over cp needs a2a, not {kind}")
             return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
         p, drop = self._dropout(q, batch)
         run = core_attention if cache is None else cache.attend

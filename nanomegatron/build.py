@@ -15,7 +15,7 @@ A variant computes another result, which a flag of the model or the data asks fo
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -51,6 +51,7 @@ from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.moe import GroupedExperts, MoELayer
+from nanomegatron.ops.attention import Mask
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
@@ -62,6 +63,7 @@ from nanomegatron.variants.cp_documents import shard_documents
 from nanomegatron.variants.cp_hierarchy import TwoLevels
 from nanomegatron.variants.cp_windows import windowed_attention
 from nanomegatron.variants.decoupled_lr import decoupled
+from nanomegatron.variants.logit_softcaps import capped_attention, capped_logits
 from nanomegatron.variants.lr_styles import InverseSquareRoot, WarmupStableDecay
 from nanomegatron.variants.qk_norm_all_heads import HeadsNorm
 from nanomegatron.variants.router_capacity import drop
@@ -172,10 +174,11 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
             elif paths.linear:
                 module.linear = paths.linear
         if isinstance(module, OutputLayer):
-            quantizes = paths.producers and accepts_fp8(module) and not module.cap
+            bounded = module.config.final_logit_softcapping
+            quantizes = paths.producers and accepts_fp8(module) and not bounded
             module.loss = partial(quantizing_loss, module) if quantizes else paths.loss
         elif isinstance(module, SelfAttention) and paths.context:
-            module.context = attention_over_cp(paths.context, module.window, stages.cp)
+            module.context = attention_over_cp(paths.context, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
@@ -190,13 +193,18 @@ def pick_variants(model: nn.Module, cp: Axis) -> None:
             pick_router(module)
         elif isinstance(module, SelfAttention):
             pick_attention(module, cp)
+        elif isinstance(module, OutputLayer):
+            module.has_variants = True
+            if module.config.final_logit_softcapping:
+                module.compute_logits = capped_logits
 
 
 def pick_attention(attention: SelfAttention, cp: Axis) -> None:
-    """Set what attention does otherwise than the core: over cp, and the norms of queries and keys."""
+    """Set what attention does otherwise than the core: bounds, ranks of cp, norms of queries and keys."""
     config = attention.config
     attention.has_variants = True
-    attention.context = attention_over_cp(context_attention, attention.window, cp)
+    attention.mask = replace(attention.mask, cap=config.attn_logit_softcapping)
+    attention.context = attention_over_cp(context_attention, attention.mask, cp)
     if config.qk_layernorm_all_heads:
         attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
         attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
@@ -257,9 +265,11 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     return stages
 
 
-def attention_over_cp(context: Callable, window: int | None, cp: Axis) -> Callable:
-    """Return `SelfAttention.context` of a layer with this window: `context`, or what takes its place."""
-    if window is not None:
+def attention_over_cp(context: Callable, mask: Mask, cp: Axis) -> Callable:
+    """Return `SelfAttention.context` of a layer with this mask: `context`, or what takes its place."""
+    if mask.cap:
+        return capped_attention
+    if mask.window is not None:
         context = windowed_attention
     if cp.levels:
         context = TwoLevels(context)

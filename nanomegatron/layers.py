@@ -4,8 +4,8 @@ Tests: tests/test_model.py. Page: docs/architecture.md.
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-If a layer has a fast form, one attribute holds the function that runs: `MLP.run`, `OutputLayer.linear`,
-`OutputLayer.loss`. Its default is the form of the core; `build.py` may set a fast one.
+If a layer has another form, one attribute holds the function that runs: `MLP.run`, `OutputLayer.linear`,
+`OutputLayer.compute_logits`, `OutputLayer.loss`. Its default is the core's; `build.py` may set another.
 """
 
 from collections.abc import Callable
@@ -186,10 +186,17 @@ class Embedding(nn.Module):
         return self.add(x, None, None, hidden_dropout(self.p, batch, 0))
 
 
+def compute_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:
+    """x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, V/tp]`; communicates as a ColumnParallelLinear."""
+    return layer.linear(x, layer.weight, layer.tp, "gather" if layer.sequence_sharded else "copy")
+
+
 class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
+    has_variants = False  # as of SelfAttention
     fp8: Any = None  # as of a ColumnParallelLinear
     # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s]
     loss: Callable[..., torch.Tensor] | None = None
@@ -200,25 +207,29 @@ class OutputLayer(nn.Module):
         self.vocab_size = vocab_size
         self.weight = weight
         self.tp = tp
-        self.sequence_parallel = config.sequence_parallel
-        self.scaling = config.logits_scaling
-        self.cap = config.final_logit_softcapping
+        self.config = config
+
+    @property
+    def sequence_sharded(self) -> bool:
+        """Whether x is this rank's `[s/tp, b, h]`."""
+        return self.config.sequence_parallel and self.training
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """x `[s, b, h]` or `[s/tp, b, h]` -> logits `[s, b, V/tp]` or, with labels, the loss `[b, s]`
 
-        labels, loss_weights `[b, s]`: as in `Batch`.
+        labels, loss_weights `[b, s]`: as in `Batch`. Raises RuntimeError without `build.pick_variants`, if a
+        flag asks for a variant.
         """
-        sequence_sharded = self.sequence_parallel and self.training
-        if self.scaling != 1:
-            x = x / self.scaling
+        self.config.check_variants("output layer", self.has_variants)
+        if self.config.logits_scaling != 1:
+            x = x / self.config.logits_scaling
         if labels is not None and self.loss is not None:
-            return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, sequence_sharded)
-        logits = self.linear(x, self.weight, self.tp, "gather" if sequence_sharded else "copy")
-        if self.cap:
-            logits = torch.tanh(logits / self.cap) * self.cap
+            return self.loss(
+                x, self.weight, labels, loss_weights, self.tp, self.vocab_size, self.sequence_sharded
+            )
+        logits = self.compute_logits(self, x)
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size)

@@ -257,8 +257,7 @@ class Router(nn.Module):
 
         Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set.
         """
-        if self.config.router_variants and not self.has_variants:
-            raise RuntimeError("this router's flags ask for variants: call build.pick_variants on the model")
+        self.config.check_variants("router", self.has_variants)
         token_mask = None
         if batch.cu_seqlens is not None:
             real = batch.residual_positions >= 0

@@ -75,7 +75,7 @@ def on_a_rank(mesh, kind, case, form="plain"):
     at = torch.from_numpy(shard.places)
     inputs = [x[at].requires_grad_() for x in inputs]
     mesh.traffic.clear()
-    attention = attention_over_cp(FORMS[form], mask.window, mesh.cp)
+    attention = attention_over_cp(FORMS[form], mask, mesh.cp)
     context = attention(*inputs, shard, 0, mask, backend)
     grads = torch.autograd.grad(context, inputs, grad[at])
     return at, [context.detach(), *grads], {k: v for k, v in mesh.traffic.items() if k[2] == "bytes"}

@@ -20,8 +20,8 @@ TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2597          105            137      32      29      30
 commands            1129           44             81      30      11      21
-config              2386          113            137      10      44      49
-core                3052           16            161      36      11      46
+config              2389          113            137      10      45      49
+core                3057           16            161      36      11      46
 data                1757           70             86      22      15       9
 debug                652           30             45       4       4      12
 fast                1738           89             65      34       9       9
@@ -30,7 +30,7 @@ ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
 programs             764           19             45       1      15      10
 report              1570           71             72       7      14      16
-variants             203            2              3       0       0       2
+variants             211            2              3       0       0       2
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

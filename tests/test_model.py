@@ -261,6 +261,9 @@ def test_norms_over_all_heads_are_picked_behind_the_constructor():
 def test_bounded_scores_need_whole_rows_over_cp():
     """A ring would bound nothing; settings refuse it, too, but not a model made by hand."""
     model = build(replace(LLAMA, attn_logit_softcapping=2.0))
+    with pytest.raises(RuntimeError, match="--attn-logit-softcapping: the attention needs a variant"):
+        model(*batch())
+    pick_variants(model, Axis.single("cp"))
     inputs = replace(batch()[0], shard=SimpleNamespace(types=("p2p", "p2p")))
     with pytest.raises(ValueError, match="over cp needs a2a, not p2p"):
         model(inputs)

@@ -128,7 +128,9 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
             init=Init(dtype=dtype),
         )
         for layer in built.layers:
-            layer.self_attention.context = attention_over_cp(context_attention, None, mesh.cp)
+            layer.self_attention.context = attention_over_cp(
+                context_attention, layer.self_attention.mask, mesh.cp
+            )
         shard = SequenceShard.of_row(mesh.cp, s, types * layers)
         places = torch.from_numpy(shard.places)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_gather, own_slice
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
@@ -86,6 +87,10 @@ def test_the_loss_is_of_scaled_and_bounded_logits(fused_too):
     x, weight = torch.randn(S, B, H), torch.nn.Parameter(3 * torch.randn(PADDED, H))
     layer, labels = OutputLayer(config, 13, weight, Axis.single()), torch.randint(13, (B, S))
     layer.loss = fused_linear_cross_entropy if fused_too else None
+    if not fused_too:
+        with pytest.raises(RuntimeError, match="--final-logit-softcapping: the output layer needs a variant"):
+            layer(x, labels, None)
+    pick_variants(layer, Axis.single("cp"))
     logits = (x @ weight[:13].t()).double() / 4
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     expected = F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")

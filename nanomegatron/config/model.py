@@ -264,17 +264,29 @@ class TransformerConfig:
             return [False] * self.num_layers
         return [bool(n) for n in layer_pattern(str(self.moe_layer_freq), self.num_layers, first=True)]
 
-    @property
-    def router_variants(self) -> bool:
-        """Whether a flag asks for another router than the core's (`variants/router_*.py`)."""
+    def check_variants(self, part: str, picked: bool) -> None:
+        """Raise RuntimeError if flags ask for variants of a part of the model that nothing has picked."""
+        if picked:
+            return
         kinds = {"sinkhorn", "seq_aux_loss", "global_aux_loss"}
-        return bool(
-            self.moe_input_jitter_eps
-            or self.moe_router_force_load_balancing
-            or self.moe_router_group_topk
-            or self.moe_expert_capacity_factor
-            or kinds.intersection(self.moe_router_load_balancing_type)
-        )
+        asked = {
+            "attention": {
+                "--attn-logit-softcapping": self.attn_logit_softcapping,
+                "--qk-layernorm-all-heads": self.qk_layernorm_all_heads,
+            },
+            "router": {
+                "--moe-input-jitter-eps": self.moe_input_jitter_eps,
+                "--moe-router-force-load-balancing": self.moe_router_force_load_balancing,
+                "--moe-router-group-topk": self.moe_router_group_topk,
+                "--moe-expert-capacity-factor": self.moe_expert_capacity_factor,
+                "--moe-router-load-balancing-type": kinds.intersection(self.moe_router_load_balancing_type),
+            },
+            "output layer": {"--final-logit-softcapping": self.final_logit_softcapping},
+        }[part]
+        if flags := [flag for flag, value in asked.items() if value]:
+            raise RuntimeError(
+                f"{', '.join(flags)}: the {part} needs a variant; call build.pick_variants on the model"
+            )
 
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective names the module."""
