@@ -41,10 +41,11 @@ from nanomegatron.checkpoint.blocks import verify_files, write_blocks
 from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.folder import read_manifest
 from nanomegatron.checkpoint.manifest import SavedFile, shard_name
-from nanomegatron.checkpoint.resume import save_checkpoint, saved_pieces
+from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.log import RunLog
-from nanomegatron.run import Run
+from nanomegatron.report.steps import Reporter
+from nanomegatron.step import Training
 from tools.gpu_gate import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +63,7 @@ WARM, BEFORE, LEAST, MOST = 4, 8, 3, 60  # steps: not timed; timed before a save
 BLOCK, THREADS = 16 * 2**20, 4
 
 
-def start(flags: str) -> Run:
+def start(flags: str) -> Training:
     """A run at its first step."""
     world = World.from_environment()
     parsed, config = train.settings(flags.split(), world)
@@ -73,14 +74,15 @@ def start(flags: str) -> Run:
     return run
 
 
-def step(run: Run) -> None:
+def step(run: Training) -> None:
     """One step, launched before the one before it is reported, as in train.py."""
-    previous, run.pending = run.pending, train.train_step(run)
-    run.iteration += 1
-    run.report(previous)
+    reporter = run.observers.of(Reporter)
+    report = reporter.launch(train.train_step)
+    run.progress.iteration += 1
+    reporter.take(report)
 
 
-def timed_steps(run: Run, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:
+def timed_steps(run: Training, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:
     """Seconds of each step, at least LEAST, until `done`."""
     times: list[float] = []
     while len(times) < LEAST or (len(times) < count and not done()):
@@ -153,19 +155,19 @@ def measure_plain(folder: Path, flags: str, size: int) -> dict[str, Any]:
 def measure_async(folder: Path, flags: str, _: int) -> dict[str, Any]:
     """The first save after the start."""
     run, began = start(f"{flags} --async-save --save {folder}/ckpt"), time.perf_counter()
-    run.saver.writer.buffer.ready.result()
+    run.observers.of(Checkpoints).saver.writer.buffer.ready.result()
     prepared = time.perf_counter() - began
     timed_steps(run, WARM)
     before, begin = timed_steps(run, BEFORE), time.perf_counter()
-    save_checkpoint(run)
+    run.observers.of(Checkpoints).save()
     begun = time.perf_counter() - begin
-    after = timed_steps(run, MOST, run.saver.writer.published.done)
-    run.saver.finish()
+    after = timed_steps(run, MOST, run.observers.of(Checkpoints).saver.writer.published.done)
+    run.observers.of(Checkpoints).saver.finish()
     write_s = time.perf_counter() - begin
-    target = folder / "ckpt" / f"iter_{run.saver.saved:07d}"
+    target = folder / "ckpt" / f"iter_{run.observers.of(Checkpoints).saver.saved:07d}"
     shard = {target / shard_name(0): read_manifest(target).files[0]}
     check_s = seconds(lambda: verify_files(shard, THREADS))
-    run.saver.close()
+    run.observers.of(Checkpoints).saver.close()
     times = {"prepare_s": prepared, "write_s": write_s, "check_s": check_s}
     return {"bytes": size_of(target), **times, **stall(before, begun, after)}
 
@@ -174,9 +176,9 @@ def measure_sync(folder: Path, flags: str, _: int) -> dict[str, Any]:
     """The save, and loads of all that it holds."""
     run = start(f"{flags} --no-async-save --save {folder}/ckpt")
     timed_steps(run, WARM)
-    write_s = seconds(lambda: save_checkpoint(run))
+    write_s = seconds(lambda: run.observers.of(Checkpoints).save())
     found = {"bytes": size_of(folder / "ckpt"), "write_s": write_s}
-    pieces = saved_pieces(run)
+    pieces = run.observers.of(Checkpoints).pieces()
     drop_cache(folder)
     for name in ("load_s", "load_cached_s"):
         found[name] = seconds(lambda: load(f"{folder}/ckpt", pieces, run.mesh))
@@ -189,9 +191,13 @@ def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     timed_steps(run, WARM)
     before = timed_steps(run, BEFORE)
-    run.flush_report()
+    run.observers.of(Reporter).flush()
     run.buckets.wait_params()
-    state = {f"{i} {piece.key}": piece.data for i, piece in enumerate(saved_pieces(run)) if piece.owner}
+    state = {
+        f"{i} {piece.key}": piece.data
+        for i, piece in enumerate(run.observers.of(Checkpoints).pieces())
+        if piece.owner
+    }
     begin = time.perf_counter()
     future = dcp.async_save(state, checkpoint_id=str(folder / "dcp"))
     begun = time.perf_counter() - begin
@@ -222,11 +228,11 @@ def measure_trace(folder: Path, flags: str, _: int) -> dict[str, Any]:
     host: ops and calls of CUDA that take 20 ms.
     """
     run = start(f"{flags} --async-save --save {folder}/ckpt")
-    run.saver.writer.buffer.ready.result()
+    run.observers.of(Checkpoints).saver.writer.buffer.ready.result()
     timed_steps(run, WARM)
     with torch.profiler.profile() as profile:
         with torch.profiler.record_function("save"):
-            save_checkpoint(run)
+            run.observers.of(Checkpoints).save()
         timed_steps(run, LEAST)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -51,6 +51,7 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.steps import Reporter
 from nanomegatron.report.writers import read_jsonl
 from nanomegatron.step import build_loaders
 from tools.gpu_gate import commit_of
@@ -149,22 +150,22 @@ class OurSide:
         parsed, config = train.settings(words, World.from_environment())
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
         self.run = train.set_up(parsed, config, mesh, log)
-        self.run.datasets = (rows, held, None)
-        self.run.loaders = build_loaders(config, mesh, self.run.model, self.run.datasets, 0)
+        self.run.data.datasets = (rows, held, None)
+        self.run.data.loaders = build_loaders(config, mesh, self.run.model, (rows, held, None), 0)
         self.run.optimizer.cast_weights()
 
     def steps(self, count: int) -> list[float]:
         run, reports = self.run, []
+        reporter = run.observers.of(Reporter)
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
-            previous, run.pending = run.pending, train.train_step(run)
-            reports.append(run.pending)
-            run.iteration += 1
-            run.report(previous)
-        run.flush_report()
-        return [report.read()[1]["lm_loss"] for report in reports]
+            reports.append(reporter.launch(train.train_step))
+            run.progress.iteration += 1
+            reporter.take(reports[-1])
+        reporter.flush()
+        return [report.read()["lm_loss"] for report in reports]
 
     def validate(self) -> float:
-        evaluate(self.run)
+        evaluate(self.run, lambda: False)
         return read_jsonl(self.run.log.folder / "evals.jsonl")[-1]["lm_loss"]
 
 

@@ -149,7 +149,11 @@ class Optimizer:
     values: `step_values`, three numbers for each step of the run and for one step more. Norms count each part
     of a parameter once, on the rank that saves it; so one all-reduce of a number over all ranks is correct
     for dense parameters and for experts. A step gathers the parameters if they are sharded.
+    limits `[2]`, of loss and gradient norm: a step above is not good. checks_states: a step is good only if
+    main parameters and moments are finite, too. `faults/health.py` sets both.
     """
+
+    checks_states = False
 
     def __init__(
         self,
@@ -179,16 +183,15 @@ class Optimizer:
             Segments.from_ranges(((s.start, s.stop, 0) for s in pieces), device) for pieces in slices
         ]
 
-    def step(self, loss: torch.Tensor, check_states: bool = False) -> StepStats:
+    def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, if the step is good.
 
-        loss `[]`: the global loss, so that all ranks decide the same. check_states: check main parameters and
-        moments, too. FP8 weights are cast with the scales of `Scales.end_step`: call that first. Communicates
-        the norm over all ranks, and the parameters.
+        loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
+        `Scales.end_step`: call that first. Communicates the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
-        if check_states:
+        if self.checks_states:
             total = total.masked_fill(self.not_finite(), math.nan)
         norm = (self._norm(total) / self.scaler.scale).float()
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()

@@ -40,6 +40,7 @@ from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
+from nanomegatron.router import Router, kept_tokens, move_expert_biases
 from nanomegatron.schedules import STEP, Exchange, Message, Op, embedding_ranks, most_open
 
 Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
@@ -84,9 +85,26 @@ class ModelChunks(nn.ModuleList):
         self.dtype = weight.dtype
         self.device = weight.device
         self.on_gpu = weight.is_cuda
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
         self.wgrad_store = WeightGradStore()
         for param in self.parameters():
             param.wgrad_store = self.wgrad_store
+
+    def begin_step(self) -> None:
+        """Zero what the routers count, before the first microbatch of a step."""
+        for router in self.routers:
+            router.begin_step()
+
+    def end_step(self) -> None:
+        """Move what follows from a step without a gradient: FP8 scales, biases of experts.
+
+        Before the update, which casts with the new scales. All-reduces what the recipe agrees on, and for the
+        biases `[routers, E]` over dp_cp, with sequence parallelism also over tp.
+        """
+        if self.scales is not None:
+            self.scales.end_step()
+        if self.routers and self.config.moe_router_enable_expert_bias:
+            move_expert_biases(self.routers, kept_tokens(self.routers))
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
         """Return the ops of every rank and their messages (cached); forward_only: without backwards."""

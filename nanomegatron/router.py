@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.comm import all_reduce
+from nanomegatron.comm import all_reduce, all_reduce_
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Init, ParamSpec, accumulate, add_grad, add_product, new_parameter, replica
@@ -296,13 +296,21 @@ class Router(nn.Module):
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
 
 
+def kept_tokens(routers: list[Router]) -> torch.Tensor:
+    """Return the copies that all ranks have sent to each expert in this step, and kept -> `[routers, E]`
+
+    All-reduces them over dp_cp, and over tp if its ranks have different tokens.
+    """
+    own = torch.stack([router.counts - router.dropped for router in routers])
+    return all_reduce_(all_reduce_(own, routers[0].tokens_axis), routers[0].mesh.dp_cp)
+
+
 def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:
     """Raise the biases of experts with fewer copies than the mean in the last step; lower those with more.
 
     counts `[routers, E]`: copies on all ranks, but for those that were dropped.
     """
-    if routers:
-        biases = [router.expert_bias for router in routers]
-        rate = routers[0].config.moe_router_bias_update_rate
-        below = (counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign()
-        torch._foreach_copy_(biases, list(torch.stack(biases).add_(below, alpha=rate)))
+    biases = [router.expert_bias for router in routers]
+    rate = routers[0].config.moe_router_bias_update_rate
+    below = (counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign()
+    torch._foreach_copy_(biases, list(torch.stack(biases).add_(below, alpha=rate)))

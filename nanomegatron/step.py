@@ -1,4 +1,4 @@
-"""The parts of an iteration: this rank's microbatches, and the loss on the last pipeline stage.
+"""A training and its step: batches, forward and backward, gradients summed, update.
 
 Tests: tests/test_train.py. Page: docs/life-of-a-step.md.
 
@@ -9,11 +9,19 @@ Tests: tests/test_train.py. Page: docs/life-of-a-step.md.
 The loss is the mean over the unmasked tokens of the whole global batch, however they are spread over the
 microbatches: each token's loss is weighted by mask / tokens, with the tokens of dp x cp counted beforehand.
 Packs of documents are another kind of microbatch; ranks may have different numbers (data/packed_dataset.py).
+
+What only looks on (log, timers, trace, statistics, health) is an `Observer`, and stands nowhere in the step:
+
+    train_step    next_batches   forward_backward         finish_grad_sync   update
+                              |                    |    |      (one all-reduce, model.end_step)
+    observers            before_step         before_sync  before_update        after_step, a step later    end
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +31,201 @@ from nanomegatron.build import batch_sharding
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.pp import ModelChunks, warm_up
-from nanomegatron.run import Run
+from nanomegatron.optim import Optimizer
+from nanomegatron.pp import ModelChunks, execute, warm_up
+
+Numbers = dict[str, Any]  # 0-d tensors or floats by name
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of an iteration, [first, end), and the number of samples of each length in tokens."""
+
+    iteration: int
+    first: int
+    end: int
+    lengths: Counter[int]  # length -> samples; documents count without padding
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, masked ones included, padding excluded."""
+        return sum(length * n for length, n in self.lengths.items())
+
+
+class Observer:
+    """Looks on at a training, and changes none of its results. Its numbers are logged under their names."""
+
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        """This rank's microbatches are read; nothing of the step is launched."""
+
+    def before_sync(self) -> Numbers:
+        """Gradients are complete, unless they were summed sooner -> what to sum over all ranks with the loss.
+
+        Floats or 0-d tensors; the same names on every rank.
+        """
+        return {}
+
+    def before_update(self) -> Numbers:
+        """Gradients are summed over their replicas, nothing is updated -> further numbers, tensors `[...]`"""
+        return {}
+
+    def after_step(self, step: Any) -> None:
+        """The numbers of a step are on the host; the next one may be launched. step: `steps.StepReport`"""
+
+    def end(self) -> None:
+        """The training has ended; not called if it has failed."""
+
+
+class Observers(list[Observer]):
+    """The observers of a training, told of its events in this order."""
+
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        for observer in self:
+            observer.before_step(batch, microbatches)
+
+    def before_sync(self) -> Numbers:
+        return {name: x for observer in self for name, x in observer.before_sync().items()}
+
+    def before_update(self) -> Numbers:
+        return {name: x for observer in self for name, x in observer.before_update().items()}
+
+    def after_step(self, step: Any) -> None:
+        for observer in self:
+            observer.after_step(step)
+
+    def end(self) -> None:
+        for observer in self:
+            observer.end()
+
+    def of(self, kind: type[Kind]) -> Kind:
+        """Return the observer of this class."""
+        return next(observer for observer in self if isinstance(observer, kind))
+
+
+@dataclass
+class Progress:
+    """How far a training is."""
+
+    samples_before: list[int]  # consumed before each iteration, and after the last
+    iteration: int = 0  # the last finished one
+    skipped_samples: int = 0  # not read, or of a spike without an update
+    skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip
+    evaluated: int = 0  # the step of the last complete evaluation; a signal may have deferred one
+    rollbacks: Counter[int] = field(default_factory=Counter)  # to each checkpoint, by iteration
+    stop: str = ""  # why the run ends early; "": it does not
+    preempted: bool = False  # it ends because of a signal
+
+    @property
+    def consumed_samples(self) -> int:
+        return self.samples_before[min(self.iteration, len(self.samples_before) - 1)]
+
+
+@dataclass
+class TrainingData:
+    """What a model is trained on; tuples are of training, validation and test; None: there is none."""
+
+    tokenizer: Any
+    datasets: tuple
+    loaders: tuple
+    samples: list[int]  # that the training data was built for, by each run so far
+    identity: dict = field(default_factory=dict)  # on rank 0: hashes of the data (data/identity.py)
+
+
+@dataclass
+class Training:
+    """All that a training consists of on one rank. Without an optimizer and buckets it only evaluates."""
+
+    config: Config
+    mesh: Mesh
+    log: Any  # report.log.RunLog
+    data: TrainingData
+    model: ModelChunks
+    buckets: ParamAndGradBuckets | None
+    optimizer: Optimizer | None
+    progress: Progress
+    execute: Callable[..., None] = execute  # `pp.execute`, or what launches CUDA graphs in its place
+    observers: Observers = field(default_factory=Observers)
+
+    def next_batch(self) -> GlobalBatch:
+        """Return the global batch of the next iteration."""
+        done = self.progress.iteration
+        first = self.progress.samples_before[done]
+        end = self.progress.samples_before[done + 1]
+        lengths = Counter({self.config.data.seq_length: end - first})
+        if self.config.data.variable_seq_lengths:
+            lengths = Counter(self.data.loaders[0].lengths(first, end - first))
+        return GlobalBatch(done + 1, first, end, lengths)
+
+    def read(self, batch: GlobalBatch) -> list[Batch]:
+        """Read this rank's microbatches of a global batch of the training data."""
+        return list(step_batches(self, self.data.loaders[0], batch.first, batch.size))
+
+    def next_batches(self) -> list[Batch]:
+        """Begin the next iteration -> this rank's microbatches, on the device."""
+        seed = self.config.run.seed + 1_000_003 * self.progress.iteration + self.mesh.rank
+        torch.manual_seed(seed)  # dropout of the fused kernels
+        batch = self.next_batch()
+        microbatches = self.read(batch)
+        self.observers.before_step(batch, microbatches)
+        return microbatches
+
+    def forward_backward(self, batches: list[Batch]) -> torch.Tensor:
+        """Run forward and backward of all microbatches -> the loss `[]`, on the last stage.
+
+        Communicates the token count over dp_cp, and what the model and the pipeline do.
+        """
+        loss = torch.zeros((), device=self.mesh.device)
+        step = forward_step(self, batches, token_count(self, batches), loss)
+        self.model.begin_step()
+        self.execute(self.model, step, len(batches), self.message_shape)
+        return loss
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """The shape of a message between pipeline stages."""
+        data = self.config.data
+        return self.model.shape(data.seq_length // self.mesh.cp.size, data.micro_batch_size)
+
+    def over_world(self, loss: torch.Tensor, numbers: Numbers) -> Numbers:
+        """Sum the loss, counted once per dp_cp rank, and numbers `[]` over all ranks, in one all-reduce."""
+        local = loss if self.model.is_loss_rank else torch.zeros_like(loss)
+        on_device = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
+        on_host = {name: float(x) for name, x in numbers.items() if name not in on_device}
+        host = torch.tensor([*on_host.values()], dtype=torch.float32, pin_memory=loss.is_cuda)
+        parts = [x.float()[None] for x in (local, *on_device.values())]
+        parts.append(host.to(loss.device, non_blocking=True))
+        total = comm.all_reduce_(torch.cat(parts), self.mesh.world)
+        return dict(zip(("lm_loss", *on_device, *on_host), total, strict=True))
+
+    def update(self, loss: torch.Tensor, shared: Numbers) -> Numbers:
+        """Move the parameters, and what follows from a step -> all numbers of the step, on the device."""
+        numbers = self.observers.before_update()
+        numbers |= self.over_world(loss, shared)
+        self.model.end_step()
+        return numbers | vars(self.optimizer.step(numbers["lm_loss"]))
+
+
+def train_step(run: Training) -> Numbers:
+    """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
+
+    Communicates the token count and the gradients over dp_cp; loss and observers' numbers in one all-reduce,
+    and the gradient norm, over world; parameters if they are sharded; besides, what the model and the
+    pipeline communicate. The host does not wait.
+    """
+    batches = run.next_batches()
+    run.buckets.zero_grad_buffer(len(batches))
+    loss = run.forward_backward(batches)
+    shared = run.observers.before_sync()
+    run.buckets.finish_grad_sync()
+    return run.update(loss, shared)
 
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
@@ -40,7 +239,7 @@ def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tupl
 
 
 def step_batches(
-    run: Run, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
+    run: Training, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of the global batch that begins at `first_sample`, on the device."""
     if isinstance(loader, PackLoader):
@@ -65,7 +264,7 @@ def forward_microbatch(
     return chunk(batch, batch.labels)
 
 
-def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
+def token_count(run: Training, batches: list[Batch]) -> torch.Tensor | None:
     """Count the global batch's unmasked tokens, all-reduced over dp_cp -> int64 `[]` on the last stage"""
     if not run.model.has_loss:
         return None
@@ -99,7 +298,7 @@ class ForwardStep:
 
 
 def forward_step(
-    run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
+    run: Training, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> ForwardStep:
     """Return the function that `pp.execute` runs on these microbatches.
 
@@ -112,20 +311,18 @@ def forward_step(
     return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
 
 
-def empty_unused_memory(run: Run, level: int) -> None:
-    """Release the GPU memory that torch caches if --empty-unused-memory-level is at least `level`."""
-    if run.config.run.empty_unused_memory_level >= level:
-        torch.cuda.empty_cache()
-
-
-def warm_up_step(run: Run) -> None:
+def warm_up_step(run: Training) -> None:
     """Run a microbatch through each chunk without messages, and discard its gradients. See pp.warm_up."""
-    data = run.config.data
-    batches = [run.loaders[0].get(run.consumed_samples)]
+    batches = [run.data.loaders[0].get(run.progress.consumed_samples)]
     total = torch.zeros((), device=run.mesh.device)
     run.buckets.zero_grad_buffer(1)
     step = forward_step(run, batches, token_count(run, batches), total)
-    warm_up(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
+    warm_up(run.model, step, run.message_shape)
     run.buckets.finish_grad_sync()
     if run.model.scales is not None:
         run.model.scales.discard_step()
+
+
+def due(interval: int | None, iteration: int) -> bool:
+    """Whether an action that is due every `interval` iterations (None: never) is due after this one."""
+    return bool(interval) and iteration % interval == 0

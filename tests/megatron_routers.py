@@ -4,9 +4,7 @@ import random
 
 import torch
 
-from nanomegatron.report.counters import ExpertLoad
-from nanomegatron.router import move_expert_biases
-from tests.checkpoints import ALONE
+from nanomegatron.router import kept_tokens, move_expert_biases
 from tests.megatron_oracle import Oracle
 from tests.moe_routers import E, H, S, batch_of, close, router_of, settings
 
@@ -72,8 +70,7 @@ def ours(given: dict, tensors: dict[str, torch.Tensor]) -> dict:
     found["chosen"] = torch.zeros(len(ids), E).scatter_add(1, ids, kept.float()) > 0
     found |= {f"{name}.grad": param.grad for name, param in router.named_parameters()}
     if router.expert_bias is not None:
-        load = ExpertLoad(router, router.config, ALONE)
-        move_expert_biases([router], load.own_kept_tokens(load.end(S * SAMPLES)))
+        move_expert_biases([router], kept_tokens([router]))
         found["expert_bias"] = router.expert_bias
     return found
 

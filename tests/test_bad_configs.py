@@ -18,6 +18,8 @@ import torch
 
 import train
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
+from nanomegatron.launch import start as start_module
 
 ROOT = Path(train.__file__).parent
 MODEL = (
@@ -353,8 +355,8 @@ def folder(tmp_path_factory) -> Path:
 def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, capsys):
     """In less than a second of work, by a line or two (memory: with a table of 6), and nothing is trained."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "train", lambda run: train.DONE)
-    monkeypatch.setattr(train, "launch", lambda *_, **__: [train.DONE])
+    monkeypatch.setattr(train, "train", lambda run: DONE)
+    monkeypatch.setattr(start_module, "launch", lambda *_, **__: [DONE])
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(torch, "set_deterministic_debug_mode", lambda *_: None)  # it would stay
     start = time.process_time()
@@ -364,7 +366,7 @@ def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, 
         shutil.rmtree("runs", ignore_errors=True)
     printed = capsys.readouterr()
     said = printed.err + printed.out
-    assert code == train.BAD_CONFIG and part in said and "Traceback" not in said, said
+    assert code == BAD_CONFIG and part in said and "Traceback" not in said, said
     assert len(said.splitlines()) <= 4 + 6 * ("GiB of a rank" in said) and time.process_time() - start < 1
 
 
@@ -395,6 +397,6 @@ def test_it_is_answered_before_torch_is_imported(line, tmp_path):
     path = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == (train.DONE if "--help" in flags else train.BAD_CONFIG), done.stderr
+    assert done.returncode == (DONE if "--help" in flags else BAD_CONFIG), done.stderr
     assert "AssertionError" not in done.stderr and (done.stdout + done.stderr).strip()
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1

@@ -15,6 +15,7 @@ import pytest
 import train
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from tests.megatron_data import write
@@ -179,7 +180,7 @@ def test_unfit_tokens_are_said_alike_by_every_layout(kind, tmp_path, monkeypatch
     found = []
     for ranks, more in ((1, []), (2, ["--tp", "2"])):
         codes = launch(said, ranks, ([*argv, *more], str(tmp_path)), timeout=60, threads=1)
-        assert codes == [train.BAD_CONFIG] * ranks
+        assert codes == [BAD_CONFIG] * ranks
         words = "".join(Path(f"said{rank}").read_text() for rank in range(ranks))
         assert "Traceback" not in words and not Path("runs/test/metrics.jsonl").exists()
         found += [[text for text in words.splitlines() if text.startswith("! ")]]
@@ -190,7 +191,7 @@ def test_unfit_tokens_are_said_alike_by_every_layout(kind, tmp_path, monkeypatch
 def test_no_change_of_a_resumed_run_is_silent(corpus, tmp_path):  # noqa: F811
     """In its folder, and from another one: threads and machine are a note, the rest an error or a warning."""
     flags = "--lr-warmup-iters 0 --eval-iters 0 --num-layers 1 --micro-batch-size 1"
-    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), train.DONE)
+    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), DONE)
     argv = arguments(corpus, flags, "--train-iters 2")
     for more, word in {
         "--seed 5": "--seed 5: the run in this folder has 1234",
@@ -198,13 +199,13 @@ def test_no_change_of_a_resumed_run_is_silent(corpus, tmp_path):  # noqa: F811
         "--seq-length 16": "--seq-length 16: the run in this folder has 32",
         "--mock-data --data-path None": "--mock-data",
     }.items():
-        assert word in output_of(tmp_path, [*argv, *more.split()], train.BAD_CONFIG)
+        assert word in output_of(tmp_path, [*argv, *more.split()], BAD_CONFIG)
     elsewhere = [*argv, "--load", "runs/test/ckpt", "--run-name"]
-    words = output_of(tmp_path, [*elsewhere, "a", "--global-batch-size", "4"], train.BAD_CONFIG)
+    words = output_of(tmp_path, [*elsewhere, "a", "--global-batch-size", "4"], BAD_CONFIG)
     assert "has consumed 8 samples in 1 iterations, this run 4; keep its batch sizes" in words
     for more in ("--seed 5", "--seq-length 16"):
-        words = output_of(tmp_path, [*elsewhere, f"b{more[-1]}", *more.split()], train.DONE)
+        words = output_of(tmp_path, [*elsewhere, f"b{more[-1]}", *more.split()], DONE)
         assert f"! {more.split()[0]}: runs/test/ckpt was made with another: samples may be in" in words
-    assert launch(said, 1, ([*elsewhere, "c"], str(tmp_path)), timeout=60, threads=2) == [train.DONE]
+    assert launch(said, 1, ([*elsewhere, "c"], str(tmp_path)), timeout=60, threads=2) == [DONE]
     words = (tmp_path / "said0").read_text()
     assert "note    the same state and data, but not the same bits: threads 1 -> 2" in words

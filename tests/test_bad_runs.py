@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from nanomegatron.checkpoint.folder import folders
 from nanomegatron.faults.alive import repeat_step, why_dead
-from nanomegatron.faults.exit import BAD_STEPS
+from nanomegatron.faults.exit import BAD_STEPS, DONE
+from nanomegatron.faults.health import Health
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.streak import FILE
 from nanomegatron.mesh import World
@@ -19,6 +19,7 @@ from tests.spmd import run_spmd
 from tests.test_health import parameters, started
 from tests.test_train import arguments, corpus, output_of, run_train  # noqa: F401 (a fixture)
 from tests.test_train_ends import signalled
+from tests.training import report_step
 
 GOOD = "--train-iters 4 --save-interval 2 --lr-warmup-iters 0 --lr-decay-iters 40 --eval-iters 0"
 DEADLY = "--lr 1e38 --clip-grad 0 --keep-last-k 2 --save-interval 1"  # step 5 is finite, its update deadly
@@ -27,7 +28,7 @@ DEADLY = "--lr 1e38 --clip-grad 0 --keep-last-k 2 --save-interval 1"  # step 5 i
 @pytest.fixture
 def folder(corpus, tmp_path) -> Path:  # noqa: F811
     """Of a run of four good steps."""
-    output_of(tmp_path, arguments(corpus, GOOD), train.DONE)
+    output_of(tmp_path, arguments(corpus, GOOD), DONE)
     return tmp_path / "runs/test"
 
 
@@ -57,7 +58,7 @@ def test_dead_weights_are_not_published_and_remove_nothing(corpus, folder, tmp_p
     assert "4 steps in a row were not finite, 3 of them before this start" in status["message"]
     assert "The first was step 6 (" in status["message"] and "Neither it nor a step" in status["message"]
     assert files_of(folder) == before and count_of(folder) == 4
-    output_of(tmp_path, arguments(corpus, GOOD, "--train-iters 8"), train.DONE)
+    output_of(tmp_path, arguments(corpus, GOOD, "--train-iters 8"), DONE)
     losses = [float(step["lm_loss"]) for step in read_jsonl(folder / "metrics.jsonl")]
     assert len(losses) == 8 and max(losses) < 6 and not (folder / "ckpt" / FILE).exists()
 
@@ -127,22 +128,23 @@ def test_weights_are_judged_by_loss_and_gradients(corpus, tmp_path, monkeypatch)
     """In fp16 with the smallest loss scale: one that is too large is no fault of the weights."""
     monkeypatch.chdir(tmp_path)
     run = started(World(), arguments(corpus, "--fp16 --train-iters 9 --lr-warmup-iters 0"), str(tmp_path))
-    run.report(train.train_step(run))
-    run.iteration = 1
-    assert run.optimizer.scaler.scale == 2**32 and not run.health.window  # step 1 has overflowed
+    report_step(run)
+    run.progress.iteration = 1
+    health = run.observers.of(Health)
+    assert run.optimizer.scaler.scale == 2**32 and not health.window  # step 1 has overflowed
     before = parameters(run)
-    assert why_dead(run) == ""
+    assert why_dead(run, health) == ""
     loss, norm = repeat_step(run, 1)
     assert 5 < loss < 6 and 0.1 < norm < 10
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(run), strict=True))
-    assert run.iteration == 1 and run.optimizer.scaler.scale == 2**32
+    assert run.progress.iteration == 1 and run.optimizer.scaler.scale == 2**32
     weight = run.model[0].layers[0].mlp.linear_fc1.weight
     with torch.no_grad():
         weight.fill_(6e4)  # finite
-    assert "step 1 has loss" in why_dead(run)
+    assert "step 1 has loss" in why_dead(run, health)
 
 
 def test_a_damaged_count_is_none(corpus, folder, tmp_path):  # noqa: F811
     for text in ("{", "[]", '{"settings": 1}', "\\0"):
         (folder / "ckpt" / FILE).write_text(text)
-        output_of(tmp_path, arguments(corpus, GOOD), train.DONE)
+        output_of(tmp_path, arguments(corpus, GOOD), DONE)

@@ -13,7 +13,7 @@ from nanomegatron.build import pick_schedules
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.resume import all_pieces, check_model, save_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model
 from nanomegatron.checkpoint.source import find_source
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values
@@ -21,7 +21,7 @@ from nanomegatron.mesh import Mesh, World
 from tests.checkpoints import ALONE
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
-from tests.training import arguments, set_up
+from tests.training import arguments, numbers_of, save_checkpoint, set_up
 
 FORMATS = ("sharded", "torch_dist", "torch")
 TINY = "--bf16 --num-layers 1 --hidden-size 16 --seq-length 16 --global-batch-size 4 --train-iters 4"
@@ -62,8 +62,8 @@ def load_in_every_way(world: World, argv: list[str], folder: str, format: str) -
         new = f"--save {place} --ckpt-format {format} --no-exit-on-missing-checkpoint {more}"
         run = set_up(world, [*argv, *new.split()], folder)
         for _ in range(2):
-            train.train_step(run).read()
-            run.iteration += 1
+            train.train_step(run)
+            run.progress.iteration += 1
         run.optimizer.cast_weights()
         save_checkpoint(run)
         saved = states_of(run)
@@ -76,7 +76,7 @@ def load_in_every_way(world: World, argv: list[str], folder: str, format: str) -
                 continue
             run = set_up(world, again, folder)
             found, (iteration, whole) = states_of(run), expected
-            assert run.iteration == iteration, flags
+            assert run.progress.iteration == iteration, flags
             assert torch.equal(found["weights"], saved["weights"]), flags
             for kind in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(found[kind], saved[kind] * whole), (flags, kind)
@@ -174,7 +174,7 @@ def test_whose_schedule(flags, kept, sources, tmp_path):
 
 def rates_of(run) -> list[float]:
     """The learning rate of each step, as the optimizer has it."""
-    return step_values(run.config, run.samples_before, pick_schedules)[0]
+    return step_values(run.config, run.progress.samples_before, pick_schedules)[0]
 
 
 def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: str, folder: str) -> dict:
@@ -199,8 +199,8 @@ def load_as_another_model(world: World, argv: list[str], cases: dict, folder: st
     """Save a model, load it with the flags of each case -> the error, or the lines of the log about it"""
     place, found = f"{folder}/one", []
     run = set_up(world, [*argv, "--save", place], folder)
-    train.train_step(run).read()
-    run.iteration += 1
+    train.train_step(run)
+    run.progress.iteration += 1
     save_checkpoint(run)
     for flags in cases:
         Path(folder, "log.txt").write_text("")
@@ -214,7 +214,7 @@ def load_as_another_model(world: World, argv: list[str], cases: dict, folder: st
         except CheckpointError as error:
             found.append(f"tensors {error}")
         else:
-            assert run.iteration == int("finetune" not in flags)
+            assert run.progress.iteration == int("finetune" not in flags)
             log = Path(folder, "log.txt").read_text().splitlines()
             about = [line.partition("is of another model: ") for line in log]
             found.append("noted " + "; ".join(line[2] for line in about if line[1]))
@@ -262,15 +262,15 @@ def resume_with_new_moments(world: World, argv: list[str], folder: str) -> tuple
     place = f"{folder}/one"
     run = set_up(world, [*argv, "--save", place], folder)
     for _ in range(2):
-        train.train_step(run).read()
-        run.iteration += 1
+        train.train_step(run)
+        run.progress.iteration += 1
     save_checkpoint(run)
     Path(folder, "log.txt").unlink()
     run = set_up(world, [*argv, "--load", place, "--save", f"{folder}/two", "--no-load-optim"], folder)
     rates = []
     for _ in range(2):
-        rates.append(train.train_step(run).read()[1]["lr"])
-        run.iteration += 1
+        rates.append(numbers_of(train.train_step(run))["lr"])
+        run.progress.iteration += 1
     return rates, Path(folder, "log.txt").read_text()
 
 
@@ -289,8 +289,8 @@ def lines_of_resumes(world: World, argv: list[str], cases: list[str], folder: st
     place, found = f"{folder}/one", []
     run = set_up(world, [*argv, "--save", place], folder)
     for _ in range(2):
-        train.train_step(run).read()
-        run.iteration += 1
+        train.train_step(run)
+        run.progress.iteration += 1
     save_checkpoint(run)
     for flags in cases:
         Path(folder, "log.txt").write_text("")
@@ -335,9 +335,9 @@ def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
     """What a kill in a save has left goes when a run that trains begins there, and only there."""
     root = Path(folder) / "one"
     run = set_up(world, [*argv, "--save", str(root)], folder)
-    for run.iteration in (1, 2, 3):
+    for run.progress.iteration in (1, 2, 3):
         save_checkpoint(run)
-    run.saver.close()
+    run.observers.of(Checkpoints).saver.close()
     for step in (1, 2):
         shutil.copytree(root / f"iter_000000{step}", root / f"iter_000000{step}.old")
     (root / "iter_0000002/rank_00000.safetensors").write_text("cut")
@@ -349,7 +349,7 @@ def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
     for flags in (other, [*other, "--eval-only"], ["--save", str(root), "--eval-only"]):
         assert set_up(world, [*argv, *flags], folder).model and {p.name for p in root.iterdir()} == before
     run = set_up(world, [*argv, "--save", str(root)], folder)
-    assert run.iteration == 3
+    assert run.progress.iteration == 3
     gone = {"iter_0000001.old", "iter_0000004.tmp", "latest_checkpointed_iteration.txt.tmp"}
     assert {path.name for path in root.iterdir()} == before - gone
 
@@ -362,14 +362,14 @@ def test_a_run_removes_what_a_killed_save_left(sources, tmp_path):
 def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:
     """A checkpoint of another program, with our names: weights for a new run, and no run to resume."""
     run = set_up(world, [*argv, "--save", f"{folder}/none"], folder)
-    train.train_step(run).read()
+    train.train_step(run)
     weights = {p.key: p.data.clone() for p in all_pieces(run, {})[0]}
     dcp.save(weights, checkpoint_id=f"{folder}/theirs/iter_0000007", no_dist=True)
     with pytest.raises(ValueError, match="theirs: it has weights only; add --finetune to train it"):
         set_up(world, [*argv, "--load", f"{folder}/theirs", "--save", f"{folder}/none"], folder)
     more = ["--load", f"{folder}/theirs", "--finetune", "--save", f"{folder}/none"]
     again = set_up(world, [*argv, *more], folder)
-    assert again.iteration == 0
+    assert again.progress.iteration == 0
     assert all(torch.equal(p.data, weights[p.key]) for p in all_pieces(again, {})[0])
     assert "no hash says whether it is damaged" in (Path(folder) / "log.txt").read_text()
 

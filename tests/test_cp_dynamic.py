@@ -10,6 +10,7 @@ import train
 from benchmarks.long_tail import draw_lengths
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
+from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
 from tests.megatron_data import write
@@ -193,12 +194,12 @@ def arguments(documents: Task, *flags: str) -> list[str]:
 def train_on_a_rank(world: World, argv: list[str], folder: str, sample: bool = False) -> dict:
     """All steps: loss, norm and speed of each, held-out loss, and the sizes of the groups; no picture."""
     plots.plot_loss = lambda *_: None
-    train.show_sample = train.show_sample if sample else lambda *_: None
+    ending.show_sample = ending.show_sample if sample else lambda *_: None
     run = set_up(world, argv, folder)
     batch, steps = run.config.data.global_batch_size, run.config.run.train_iters
-    sizes = {pack.size for i in range(steps) for pack in run.loaders[0].plan(batch * i, batch)}
+    sizes = {pack.size for i in range(steps) for pack in run.data.loaders[0].plan(batch * i, batch)}
     code = train.train(run)
-    for loader in run.loaders[:2]:
+    for loader in run.data.loaders[:2]:
         loader.close()
     run.log.close()
     return {"code": code, "sizes": sorted(sizes)}

@@ -5,6 +5,7 @@ these, as a graph does its kernels: nothing that Python does besides is repeated
 """
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import World
 from nanomegatron.pp import execute
 from nanomegatron.report.evaluate import evaluate
+from nanomegatron.report.steps import Reporter
 from tests.spmd import run_spmd
-from tests.training import arguments, set_up, sources  # noqa: F401
+from tests.training import arguments, numbers_of, set_up, sources  # noqa: F401
 
 GELU = "--normalization LayerNorm --hidden-dropout 0.1 --cross-entropy-loss-fusion"
 WAYS = {
@@ -79,7 +81,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
         for chunk in run.model:
             chunk.run_layers = FusedLayers()
     said: list[str] = []
-    run.forward_backward = kind(
+    graphs = kind(
         execute,
         run.buckets,
         run.model.scales,
@@ -88,20 +90,20 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
         capture=capture,
         missing=lambda device: 0,
     )
-    run.forward_backward.lines = said
-    return run.forward_backward
+    graphs.lines = said
+    run.execute = partial(graphs, tracer=run.observers.of(Reporter).tracer)
+    return graphs
 
 
 def trained(run, steps: int, evaluate_after: int = 0) -> list:
     """Losses and norms of the steps, then all parameters."""
     found = []
     for number in range(steps):
-        stats = train.train_step(run)
-        numbers = stats.read()[1]
+        numbers = numbers_of(train.train_step(run))
         found += [numbers["lm_loss"], numbers["grad_norm"], numbers["good"]]
-        run.iteration += 1
+        run.progress.iteration += 1
         if number + 1 == evaluate_after:
-            evaluate(run)
+            evaluate(run, lambda: False)
     run.buckets.wait_params()
     return found + [param.detach().clone() for param in run.buckets.params]
 
@@ -186,9 +188,9 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     hook = runs[1].model[0].layers[1].register_forward_hook(lambda *_: called.append(1))
     steps(2)
     hook.remove()
-    runs[1].reporter.tracer.detailed = True
+    runs[1].observers.of(Reporter).tracer.detailed = True
     steps(1)
-    runs[1].reporter.tracer.detailed = False
+    runs[1].observers.of(Reporter).tracer.detailed = False
     graphs.graphs.clear()
     graphs.seen = Counter(dict.fromkeys(graphs.seen, graphs.warm_up))
     graphs.missing = lambda device: 3 * gib

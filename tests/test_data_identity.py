@@ -18,6 +18,7 @@ from nanomegatron.data import identity
 from nanomegatron.data.gpt_dataset import MockGPTLowLevelDataset, build_datasets
 from nanomegatron.data.identity import data_changes, data_identity, sampled_hash
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
@@ -146,26 +147,26 @@ def test_a_run_resumes_only_on_its_data(corpus, tmp_path):  # noqa: F811
     for end in (".bin", ".idx"):
         shutil.copy(corpus + end, tmp_path / f"moved{end}")
     flags = "--lr-warmup-iters 0 --eval-iters 1 --num-layers 1"
-    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), train.DONE)
+    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), DONE)
     moved = arguments(corpus, flags, "--data-path moved")
-    said = output_of(tmp_path, [*moved, "--train-iters", "2"], train.DONE)
+    said = output_of(tmp_path, [*moved, "--train-iters", "2"], DONE)
     assert "resumed runs/test/ckpt, step 1" in said and "! " not in said and "other data" not in said
 
     tokens = np.fromfile(tmp_path / "moved.bin", np.uint16)
     np.where(tokens == 97, 98, tokens).astype(np.uint16).tofile(tmp_path / "moved.bin")
     argv = [*moved, "--train-iters", "3"]
-    assert launch(resume, 2, (argv, str(tmp_path)), timeout=60, threads=1) == [train.BAD_CONFIG] * 2
+    assert launch(resume, 2, (argv, str(tmp_path)), timeout=60, threads=1) == [BAD_CONFIG] * 2
     log = (tmp_path / "runs/test/log.txt").read_text()
     assert "runs/test/ckpt was trained on other data: give the same" in log and "--allow-data-change" in log
     assert "train data 1, moved: SHA-256 of 64 blocks of .bin " in log
     codes = launch(resume, 2, ([*argv, "--allow-data-change"], str(tmp_path)), timeout=60, threads=1)
-    assert codes == [train.DONE] * 2
+    assert codes == [DONE] * 2
     assert "! runs/test/ckpt was trained on other data: train data 1" in (
         log := (tmp_path / "runs/test/log.txt").read_text()
     )
     assert log.count("resumed runs/test/ckpt") == 2
     assert "on other data: train data 1" not in (tmp_path / "runs/test/log.1.txt").read_text()
-    said = output_of(tmp_path, [*moved, "--train-iters", "4"], train.DONE)  # what it was trained on last
+    said = output_of(tmp_path, [*moved, "--train-iters", "4"], DONE)  # what it was trained on last
     assert "resumed runs/test/ckpt, step 3" in said and "other data" not in said
 
 
@@ -185,21 +186,21 @@ def test_what_all_ranks_have_is_said_once():
 def test_another_tokenizer_or_split_is_other_data(corpus, tmp_path):  # noqa: F811
     """Where only weights are loaded any data may be used."""
     flags = "--lr-warmup-iters 0 --eval-iters 0 --num-layers 1"
-    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), train.DONE)
+    output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), DONE)
     load = [*arguments(corpus, flags, "--train-iters 2"), "--load", "runs/test/ckpt", "--run-name"]
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
-    said = output_of(tmp_path, [*load, "a", *null], train.BAD_CONFIG)
+    said = output_of(tmp_path, [*load, "a", *null], BAD_CONFIG)
     assert (
         "was trained on words, with tokenizer {'type': 'ByteTokenizer'}, not {'type': 'NullTokenizer'" in said
     )
-    said = output_of(tmp_path, [*load, "b", "--split", "80,20,0"], train.BAD_CONFIG)
+    said = output_of(tmp_path, [*load, "b", "--split", "80,20,0"], BAD_CONFIG)
     assert "train data 1, words: sequences 0..36 -> 0..32 (--split)" in said
-    said = output_of(tmp_path, [*load, "c", *null, "--finetune"], train.DONE)
+    said = output_of(tmp_path, [*load, "c", *null, "--finetune"], DONE)
     assert "! runs/test/ckpt was trained on other data: tokenizer" in said
     in_folder = [*arguments(corpus, flags, "--train-iters 2"), "--split", "80,20,0"]
-    said = output_of(tmp_path, in_folder, train.BAD_CONFIG)
+    said = output_of(tmp_path, in_folder, BAD_CONFIG)
     assert "--split 80,20,0: the run in this folder has 90,10,0" in said
-    assert "resumed" in output_of(tmp_path, [*in_folder, "--allow-data-change"], train.DONE)
+    assert "resumed" in output_of(tmp_path, [*in_folder, "--allow-data-change"], DONE)
 
 
 @pytest.mark.full

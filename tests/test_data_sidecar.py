@@ -10,6 +10,7 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.verify import verify_pair
+from nanomegatron.faults.exit import BAD_CONFIG
 from nanomegatron.plan.flops import bits_per_byte
 from tests.megatron_data import random_documents, write
 from tests.test_train import MODEL
@@ -103,7 +104,7 @@ def test_every_damage_is_named_or_changes_nothing(sidecar, tmp_path):
 def test_a_run_ends_with_code_2_and_one_line(name, sidecar, tmp_path, capsys):
     (tmp_path / "d.json").write_bytes(damages(sidecar)[name])
     flags = f"{MODEL} --train-iters 9 --data-path d --split 1 --eval-iters 0"
-    assert train.main(flags.split()) == train.BAD_CONFIG
+    assert train.main(flags.split()) == BAD_CONFIG
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if line.startswith("! ")]
     assert "Traceback" not in said.out + said.err and len(lines) == 1 and "d.json" in lines[0], said

@@ -16,4 +16,4 @@ def test_every_module_waits_for_its_own_parameters(fast, sources, tmp_path):  # 
     assert len(run.buckets.all) == len(run.buckets.params)
     for _ in range(3):
         train.train_step(run)
-        run.iteration += 1
+        run.progress.iteration += 1

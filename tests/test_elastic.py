@@ -14,10 +14,13 @@ import train
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse, to_toml
 from nanomegatron.config.run_folder import resumed, with_run_name
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
+from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
+from nanomegatron.step import Training
 from tests.megatron_data import write
 from tests.spmd import run_spmd
 from tests.test_data_identity import resume
@@ -140,18 +143,19 @@ WORLDS = [
 
 def ledger(world: World, argv: list[str], folder: str) -> list[list[int]]:
     """Step, number and tokens of each sample that this rank trains on."""
-    batches, found = train.step_batches, []
+    next_batches, found = Training.next_batches, []
 
-    def kept(run, loader, sample, size):
-        for batch in batches(run, loader, sample, size):
+    def kept(run):
+        batches = next_batches(run)
+        for batch in batches:
             rows = zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True)
-            found.extend([run.iteration + 1, number, *tokens] for number, tokens in rows)
-            yield batch
+            found.extend([run.progress.iteration + 1, number, *tokens] for number, tokens in rows)
+        return batches
 
-    train.step_batches = kept
+    Training.next_batches = kept
     os.chdir(folder)
-    plots.plot_loss = train.show_sample = lambda *_: None
-    assert train.run_rank(world, argv) == train.DONE
+    plots.plot_loss = ending.show_sample = lambda *_: None
+    assert train.run_rank(world, argv) == DONE
     return found
 
 
@@ -202,10 +206,10 @@ def test_changes_of_the_number_of_processes_lose_and_repeat_nothing(stages, tmp_
 def test_a_batch_that_cannot_be_shared_is_said_at_once(corpus, tmp_path):  # noqa: F811
     """By `--nproc`, before a process is started; exit code 2, and the run resumes as it was."""
     argv = arguments(corpus, SMALL, "--elastic --train-iters 2 --exit-interval 1")
-    assert launch(resume, 2, (argv, str(tmp_path)), timeout=60, threads=1) == [train.DONE] * 2
-    said = output_of(tmp_path, [*argv, "--nproc", "3"], train.BAD_CONFIG)
+    assert launch(resume, 2, (argv, str(tmp_path)), timeout=60, threads=1) == [DONE] * 2
+    said = output_of(tmp_path, [*argv, "--nproc", "3"], BAD_CONFIG)
     assert "x dp 3 = 6; 1 or 2 processes can share it" in said
-    assert "resumed runs/test/ckpt, step 1" in output_of(tmp_path, argv, train.DONE)
+    assert "resumed runs/test/ckpt, step 1" in output_of(tmp_path, argv, DONE)
 
 
 @pytest.mark.full

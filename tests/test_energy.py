@@ -11,6 +11,7 @@ import torch
 
 import train
 from nanomegatron.config.settings import Config, RunConfig
+from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.report import energy as energy_module
 from nanomegatron.report import plots, steps
@@ -181,7 +182,7 @@ def test_a_run_counts_its_steps_alone(gpus, tmp_path, monkeypatch):
     read, evaluate = steps.StepReport.read, train.evaluate
 
     def read_once(step):
-        gpus.counters[0] += 1000 * (step.found is None)
+        gpus.counters[0] += 1000 * (not step.numbers)
         return read(step)
 
     def evaluate_hard(run, *which):
@@ -199,7 +200,7 @@ def test_a_run_counts_its_steps_alone(gpus, tmp_path, monkeypatch):
     flags = "--device cpu --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --mock-data"
     more = "--train-iters 6 --eval-interval 3 --eval-iters 1 --log-interval 1 --no-save-optim"
     code = train.main([*flags.split(), *more.split(), "--vocab-size", "64", "--run-name", "test"])
-    assert code == train.DONE
+    assert code == DONE
     found = {r["iteration"]: r.get(ENERGY_KEYS[0]) for r in read_jsonl(tmp_path / "runs/test/metrics.jsonl")}
     assert found == {1: None, 2: 1 / 32, 3: 1 / 32, 4: None, 5: 1 / 32, 6: 1 / 32}
     text = (tmp_path / "runs/test/log.txt").read_text()

@@ -9,7 +9,6 @@ import train
 from nanomegatron import optim
 from nanomegatron.batch import Batch
 from nanomegatron.build import paths_for, quantize_layers
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import GatheredParams, ParamAndGradBuckets
@@ -30,7 +29,7 @@ from tests.spmd import run_spmd
 from tests.test_plan import LLAMA3_8B
 from tests.test_plan import config as planned
 from tests.toy import CONFIG
-from tests.training import alike, arguments, set_up, weights_of
+from tests.training import alike, arguments, numbers_of, save_checkpoint, set_up, weights_of
 
 GATHER, SHORT = "--fp8-param-gather", "--fast-paths --global-batch-size 4"
 
@@ -38,11 +37,11 @@ GATHER, SHORT = "--fp8-param-gather", "--fast-paths --global-batch-size 4"
 def steps(run, until: int, bad: int = 0) -> list[dict]:
     """Numbers of each step; the optimizer gets NaN as the loss of number `bad`."""
     read, update = [], run.optimizer.step
-    while run.iteration < until:
-        skips = run.iteration + 1 == bad
+    while run.progress.iteration < until:
+        skips = run.progress.iteration + 1 == bad
         run.optimizer.step = lambda loss, *more, nan=skips: update(loss * (torch.nan if nan else 1), *more)
-        read.append(train.train_step(run).read()[1])
-        run.iteration += 1
+        read.append(numbers_of(train.train_step(run)))
+        run.progress.iteration += 1
     run.optimizer.step = update
     return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "good", "fp8")} for step in read]
 
@@ -119,7 +118,7 @@ def saved(world: World, argv: list[str], folder: str, save: str, until: int) -> 
     if "--fp8-param-gather" in argv:
         run.optimizer.cast_weights()
     found = steps(run, until)
-    train.evaluate(run, "train")
+    train.evaluate(run, lambda: False, "train")
     save_checkpoint(run)
     run.buckets.wait_params()  # the step that a save repeats frees them
     return {"steps": found, "weights": weights_of(run), "scale": None, "alike": alike(run)}

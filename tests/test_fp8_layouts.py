@@ -57,8 +57,8 @@ def scales_of_two_steps(world: World, argv: list[str], folder: str) -> torch.Ten
     """All scales of x, W and g after two steps on this rank."""
     run = set_up(world, argv, folder)
     for _ in range(2):
-        train.train_step(run).read()
-        run.iteration += 1
+        train.train_step(run)
+        run.progress.iteration += 1
     return run.model.scales.scale
 
 

@@ -3,13 +3,16 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
 from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.faults.exit import DONE
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales, Tensorwise
+from nanomegatron.launch import ending
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.report import plots
@@ -26,11 +29,15 @@ NAN, INF = float("nan"), float("inf")
 def new(recipe: Recipe, *names: str) -> tuple:
     scales = Scales(recipe, CPU)
     layers = [scales.add_layer(name) for name in names or ("fc1.weight",)]
-    return Fp8Stats(scales, ALONE, ALONE), scales, *layers
+    return stats_of(scales, Mesh()), scales, *layers
+
+
+def stats_of(scales: Scales, mesh: Mesh) -> Fp8Stats:
+    return Fp8Stats(SimpleNamespace(model=SimpleNamespace(scales=scales), mesh=mesh))
 
 
 def statistics(stats: Fp8Stats) -> dict:
-    return stats.by_name(stats.end().tolist())
+    return stats.by_name(stats.end_counting().tolist())
 
 
 def row(numbers: dict, tensor: str) -> list[float]:
@@ -111,7 +118,7 @@ def test_what_is_not_finite_is_told():
 
 
 def test_other_steps_do_nothing(monkeypatch):
-    """Only between `begin` and `end` is there anything to call."""
+    """Only between `begin` and `end_counting` is there anything to call."""
     stats, scales, one, two = new(Tensorwise(), "a.weight", "b.weight")
     calls = []
     monkeypatch.setattr(stats, "_record", lambda slot, *_: calls.append(slot))
@@ -122,7 +129,7 @@ def test_other_steps_do_nothing(monkeypatch):
         assert bool(scales.stats_hook) is recorded
         one.cast(x, "x"), two.weight(weight), two.cast(x, "g")
         if recorded:
-            stats.end()
+            stats.end_counting()
         scales.end_step()
     assert calls == [0, 4, 5]
 
@@ -150,7 +157,7 @@ def _on_a_stage(world: World) -> dict:
     layers = [
         scales.add_layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
     ]
-    stats = Fp8Stats(scales, mesh.world, mesh.pp)
+    stats = stats_of(scales, mesh)
     stats.begin()
     for layer in layers[:1]:
         layer.cast(torch.tensor([[1.0, 1000.0 * (mesh.rank + 1)]]), "x")
@@ -162,9 +169,9 @@ def _on_a_stage(world: World) -> dict:
 
 def trained(world: World, argv: list[str], folder: str) -> tuple[list[dict], list[dict]]:
     """The steps, and the statistics, that a run wrote; without a sample and a picture."""
-    train.show_sample = plots.plot_loss = lambda *_: None
+    ending.show_sample = plots.plot_loss = lambda *_: None
     os.chdir(folder)
-    assert train.run_rank(world, argv) == train.DONE
+    assert train.run_rank(world, argv) == DONE
     return read_jsonl("runs/test/metrics.jsonl"), read_jsonl("runs/test/fp8.jsonl")
 
 

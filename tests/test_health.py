@@ -13,18 +13,23 @@ import pytest
 import torch
 
 import train
+from nanomegatron import step as step_module
 from nanomegatron.checkpoint.checkpoint import latest
-from nanomegatron.checkpoint.resume import save_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.config.faults import FaultConfig
+from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.health import FEWEST, LAG, BadSteps, Health
 from nanomegatron.faults.launch import launch
+from nanomegatron.launch import ending
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.optim import FLOAT_MAX
 from nanomegatron.report import plots
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.steps import Reporter
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.training import report_step
 
 VALUES = [math.nan, math.inf, -math.inf]
 PLACES = ["loss", "gradient", "weight", "exp_avg", "exp_avg_sq"]
@@ -45,7 +50,7 @@ def parameters(run) -> list[torch.Tensor]:
 def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> list[tuple[str, bool]]:
     """For each (place, value, rank): what is said of the step, and whether it changed a parameter."""
     run = started(world, argv, folder)
-    said, usual = [], train.forward_step
+    said, usual = [], step_module.forward_step
     for place, value, rank in cases:
         spoils, restore = world.rank == rank, None
         shard = run.optimizer.shards[0]
@@ -66,18 +71,18 @@ def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> lis
             return usual(run, batches, tokens, total)
 
         run.buckets.finish_grad_sync = bad_gradient if place == "gradient" else sync
-        train.forward_step = bad_loss if place == "loss" else usual
+        step_module.forward_step = bad_loss if place == "loss" else usual
         before = parameters(run)
         try:
-            run.report(train.train_step(run))
-            text = run.health.streak.text
+            report_step(run)
+            text = run.observers.of(Health).streak.text
         except BadSteps as error:
             text = f"ends: {error}"
         after = parameters(run)
         changed = not all(same(a, b) for a, b in zip(before, after, strict=True))
         said.append((text, changed))
-        run.buckets.finish_grad_sync, train.forward_step = sync, usual
-        run.health.streak.end(run.iteration + 1)
+        run.buckets.finish_grad_sync, step_module.forward_step = sync, usual
+        run.observers.of(Health).streak.end(run.progress.iteration + 1)
         if restore:
             restore[0][restore[1]] = restore[2]
     return said
@@ -111,7 +116,7 @@ def test_what_is_not_finite_is_caught_before_the_update_and_named(corpus, tmp_pa
 def run_spoilt(world: World, argv: list[str], folder: str, spoils: dict, once: bool) -> int:
     """A rank of a run in which gradients are multiplied: spoils is {iteration: (rank, factor)}."""
     os.chdir(folder)
-    plots.plot_loss, train.show_sample = lambda *_: "drawn", lambda *_: None
+    plots.plot_loss, ending.show_sample = lambda *_: "drawn", lambda *_: None
     build, left = train.build_optimizer, dict(spoils)
 
     def with_fault(*args):
@@ -121,11 +126,11 @@ def run_spoilt(world: World, argv: list[str], folder: str, spoils: dict, once: b
 
             def spoilt(op, bucket=bucket, start=start):
                 run = RUNS[-1]
-                rank, factor = left.get(run.iteration + 1, (None, 1.0))
+                rank, factor = left.get(run.progress.iteration + 1, (None, 1.0))
                 if rank == world.rank:
                     bucket.grads[:8] *= factor
                     if once:
-                        del left[run.iteration + 1]
+                        del left[run.progress.iteration + 1]
                 return start(op)
 
             bucket.start_reduce = spoilt
@@ -173,13 +178,14 @@ def test_of_a_good_step_nothing_is_read_from_the_device(corpus, tmp_path, monkey
     """On a GPU that waits for the step in flight: all but `part_norms` is copied to the host beside it."""
     monkeypatch.chdir(tmp_path)
     run = started(World(), arguments(corpus), str(tmp_path))
-    step = train.train_step(run)
+    health = run.observers.of(Health)
+    step = run.observers.of(Reporter).launch(train.train_step)
     step.part_norms = None
-    run.report(step)
-    assert len(run.health.window) == 1
-    step.found[1]["grad_norm"] = NAN
+    health.after_step(step)
+    assert len(health.window) == 1
+    step.numbers["grad_norm"] = NAN
     with pytest.raises(AttributeError):  # of a bad step they are read
-        run.report(step)
+        health.after_step(step)
 
 
 def saves_what_is_not_finite(world: World, argv: list[str], folder: str) -> str:
@@ -187,7 +193,7 @@ def saves_what_is_not_finite(world: World, argv: list[str], folder: str) -> str:
     if world.rank == 1:
         run.optimizer.shards[0].exp_avg[3] = math.inf
     with pytest.raises(BadSteps) as caught:
-        save_checkpoint(run)
+        run.observers.of(Checkpoints).save()
     return str(caught.value)
 
 
@@ -202,7 +208,9 @@ def test_a_checkpoint_that_is_not_finite_is_never_published(corpus, tmp_path):  
 
 
 def health_of(values: list, **settings) -> Health:
-    health = Health(FaultConfig(**settings), SimpleNamespace(rank=1), None, None)
+    config = SimpleNamespace(faults=FaultConfig(**settings))
+    parts = dict(mesh=SimpleNamespace(rank=1), log=None, optimizer=None, progress=None)
+    health = Health(SimpleNamespace(config=config, **parts))
     health.load([(i, *pair) for i, pair in enumerate(values, 1)])
     return health
 
@@ -245,14 +253,14 @@ LOSSES = [("warn", 1, ""), ("skip", 1, ""), ("skip", 2, "--use-distributed-optim
 def ten_times_the_loss(world: World, argv: list[str], folder: str, at: int) -> int:
     """A rank of a run in which the loss of one step is ten times too large."""
     os.chdir(folder)
-    plots.plot_loss = train.show_sample = lambda *_: None
-    usual = train.token_count
+    plots.plot_loss = ending.show_sample = lambda *_: None
+    usual = step_module.token_count
 
     def token_count(run, batches):
         tokens = usual(run, batches)  # that the sum is divided by; None where no loss is
-        return tokens / 10 if tokens is not None and run.iteration + 1 == at else tokens
+        return tokens / 10 if tokens is not None and run.progress.iteration + 1 == at else tokens
 
-    train.token_count = token_count
+    step_module.token_count = token_count
     return train.run_rank(world, argv)
 
 
@@ -261,7 +269,7 @@ def ten_times_the_loss(world: World, argv: list[str], folder: str, at: int) -> i
 def test_a_loss_ten_times_too_large_is_flagged(how, ranks, layout, corpus, tmp_path):  # noqa: F811
     """In that step and in no other; skipped if so asked."""
     argv = arguments(corpus, SPIKE, f"--global-batch-size {2 * ranks} --on-spike {how}", layout)
-    assert run_spmd(ten_times_the_loss, ranks, argv, str(tmp_path), 20) == [train.DONE] * ranks
+    assert run_spmd(ten_times_the_loss, ranks, argv, str(tmp_path), 20) == [DONE] * ranks
     log = (tmp_path / "runs/test/log.txt").read_text()
     assert log.count("a spike") == 1 and "! step 20 (samples " in log and ": a spike: loss " in log
     skipped = [s["iteration"] for s in read_jsonl(tmp_path / "runs/test/metrics.jsonl") if s["skipped"]]

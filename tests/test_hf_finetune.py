@@ -11,6 +11,7 @@ import train
 from nanomegatron.checkpoint.resume import tokenizer_notes
 from nanomegatron.commands import generate_args
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.faults.exit import BAD_CONFIG
 from tests.hf_models import VOCAB, data, hugging_face, save
 from tests.test_convert import byte_tokenizer
 
@@ -58,7 +59,7 @@ def test_a_converted_folder(folder, tmp_path, capsys):
     layout = ["--target-tensor-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     assert convert.main(["--source", "hf", "--target", "nanomegatron", *paths, *layout]) == 0
     assert "layout are needless" in capsys.readouterr().out
-    assert train_on("--load", "ours", "--run-name", "plain") == train.BAD_CONFIG
+    assert train_on("--load", "ours", "--run-name", "plain") == BAD_CONFIG
     assert "--load ours: it has weights only; add --finetune to train it" in capsys.readouterr().out
     assert train_on("--load", "ours", "--finetune", "--run-name", "tuned") == 0
     out = ["--output-path", "exported", "--input-path", "runs/tuned/ckpt"]
@@ -74,8 +75,7 @@ def test_evaluating_a_folder_takes_no_memory_for_training(folder, capsys):
 
 def test_contradictions_with_the_weights_are_named(folder, capsys):
     assert (
-        train_on("--load", "theirs", "--finetune", "--num-layers", "3", "--run-name", "other")
-        == train.BAD_CONFIG
+        train_on("--load", "theirs", "--finetune", "--num-layers", "3", "--run-name", "other") == BAD_CONFIG
     )
     assert "layers.2" in (said := capsys.readouterr().out) and "--num-layers" in said
 
@@ -90,7 +90,7 @@ def test_data_of_another_tokenizer_is_noted(folder):
     run = SimpleNamespace(tokenizer=build_tokenizer("ByteTokenizer"), model=SimpleNamespace(vocab_size=VOCAB))
     (note,) = tokenizer_notes(run, str(folder))
     assert note == f"the data's tokenizer is a ByteTokenizer, not that of {folder}: its ids may be others"
-    run.tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    run.data.tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
     assert tokenizer_notes(run, str(folder)) == []
-    run.tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)  # whatever made them
+    run.data.tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)  # whatever made them
     assert tokenizer_notes(run, str(folder)) == []

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch, take_signals
+from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.mesh import World
 from nanomegatron.report.log import LOST_PEER
 from tests.test_mesh import ROOT, alive, wait_until
@@ -184,9 +184,9 @@ def test_a_signal_in_the_moment_in_which_ranks_begin(where, number, corpus, tmp_
         os.kill(found[1], number)
     else:
         (os.killpg if where == "group" else os.kill)(process.pid, number)
-    assert "before the first step" in finished(process, train.PREEMPTED)
+    assert "before the first step" in finished(process, PREEMPTED)
     status = json.loads((tmp_path / "runs/test/status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("preempted", train.PREEMPTED)
+    assert (status["state"], status["exit_code"]) == ("preempted", PREEMPTED)
 
 
 @pytest.mark.full

@@ -6,23 +6,22 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import World
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
-from tests.training import arguments, set_up
+from tests.training import arguments, numbers_of, save_checkpoint, set_up
 
 
 def resumed(world: World, argv: list[str], folder: str, save: str, iterations: int) -> list[dict]:
     """Steps and evaluation of a run up to `iterations` that takes up what `save` holds and is saved there."""
     run = set_up(world, [*argv, "--save", save], folder)
     steps = []
-    while run.iteration < iterations:
-        numbers = train.train_step(run).read()[1]
+    while run.progress.iteration < iterations:
+        numbers = numbers_of(train.train_step(run))
         steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm")})
-        run.iteration += 1
-    train.evaluate(run, "train")
+        run.progress.iteration += 1
+    train.evaluate(run, lambda: False, "train")
     save_checkpoint(run)
     line = (Path(folder) / "evals.jsonl").read_text().splitlines()[-1] if run.mesh.rank == 0 else "{}"
     return [*steps, {"held out": json.loads(line).get("lm_loss")}]

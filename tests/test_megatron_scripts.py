@@ -129,8 +129,8 @@ def first_losses(world: World, scripts: dict[str, list[str]], folder: str) -> di
         run = training.set_up(world, argv, folder)
         losses[name] = []
         for _ in range(2):
-            losses[name].append(float(train.train_step(run).read()[1]["lm_loss"]))
-            run.iteration += 1
+            losses[name].append(float(train.train_step(run)["lm_loss"]))
+            run.progress.iteration += 1
         Mesh.close()
     return losses
 

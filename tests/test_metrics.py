@@ -10,12 +10,11 @@ import types
 
 import pytest
 
-import train
 from nanomegatron.config.settings import Config, DataConfig, RunConfig
 from nanomegatron.report.log import KEYS, RunLog
 from nanomegatron.report.writers import EXPERT_TAGS, missing_extras, read_jsonl, step_scalars
 from tests.spmd import run_spmd
-from tests.training import arguments, set_up
+from tests.training import arguments, report_step, set_up
 
 
 def config(**run) -> Config:
@@ -341,9 +340,9 @@ def good_bad_good(world, argv, folder):
     run.log.begin(0, 3)
     update = run.optimizer.step
     for bad in (False, True, False):
-        run.optimizer.step = lambda loss, *more, bad=bad: update(loss * (math.nan if bad else 1.0), *more)
-        run.reporter.report(train.train_step(run), 0)
-        run.iteration += 1
+        run.optimizer.step = lambda loss, bad=bad: update(loss * (math.nan if bad else 1.0))
+        report_step(run)
+        run.progress.iteration += 1
     return [
         {name: step[name] for name in ("skipped", "lr", "next_lr")}
         for step in read_jsonl(run.log.folder / "metrics.jsonl")

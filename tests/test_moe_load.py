@@ -1,6 +1,7 @@
 """The table of experts' load against sums by hand, and its report."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import train
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.param import Init
 from nanomegatron.report.counters import ExpertLoad
-from nanomegatron.router import Router, move_expert_biases
+from nanomegatron.router import Router, kept_tokens, move_expert_biases
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd, spmd
-from tests.training import arguments, set_up
+from tests.training import arguments, numbers_of, set_up
 
 CONFIG = TransformerConfig(
     num_layers=5,
@@ -43,14 +44,21 @@ def routers(mesh, layers) -> nn.ModuleList:
     return made
 
 
+def load_of(routers, config, mesh) -> ExpertLoad:
+    run = SimpleNamespace(config=SimpleNamespace(model=config), mesh=mesh)
+    return ExpertLoad(SimpleNamespace(model=SimpleNamespace(routers=[*routers]), **vars(run)))
+
+
 @spmd(world=8, tp=2, pp=2)
 def test_table_is_the_sum_over_all_ranks(mesh):
     """Each stage has some layers, perhaps none; biases move up for experts below the mean."""
     own = (LAYERS, ())[mesh.pp.rank]
     model = routers(mesh, own)
-    load = ExpertLoad(model, CONFIG, mesh)
-    table = load.end(6)
-    move_expert_biases(load.routers, load.own_kept_tokens(table))
+    load = load_of(model, CONFIG, mesh)
+    table = load.table(6)
+    calls = mesh.traffic["world", "all_reduce", "calls"]
+    if own:
+        move_expert_biases([*model], kept_tokens([*model]))
     ranks = range(4)  # of the first stage
     for row, layer in zip(table, LAYERS, strict=True):
         tokens = [sum(rank + e + 10 * layer for rank in ranks) for e in range(4)]
@@ -58,9 +66,10 @@ def test_table_is_the_sum_over_all_ranks(mesh):
         assert row.tolist() == pytest.approx([*tokens, *[sum(ranks)] * 4, *losses])
     for router in model:
         assert router.expert_bias.tolist() == pytest.approx([1e-3, 1e-3, -1e-3, -1e-3])
-    assert mesh.traffic["world", "all_reduce", "calls"] == 1
-    load.begin()
-    assert not load.end(1).any()
+    assert calls == 1
+    for router in model:
+        router.begin_step()
+    assert not load.table(1).any()
 
 
 @spmd(world=2, tp=2)
@@ -71,7 +80,7 @@ def test_ranks_with_the_same_tokens_count_them_once(mesh):
     router.counts += torch.tensor([4, 0, 1, 3])
     router.dropped += torch.tensor([1, 0, 0, 0])
     router.values += torch.tensor([6.0, 2.0])
-    table = ExpertLoad(nn.ModuleList([router]), config, mesh).end(4)
+    table = load_of([router], config, mesh).table(4)
     assert table[1].tolist() == [4, 0, 1, 3, 1, 0, 0, 0, 1.5, 0.5] and not table[[0, 2]].any()
 
 
@@ -80,10 +89,10 @@ def three_steps(world, argv, folder):
     run, found = set_up(world, argv, folder), []
     for _ in range(3):
         tokens = run.next_batch().tokens
-        table = train.train_step(run).read()[1]["experts"]
-        biases = [router.expert_bias.clone() for router in run.reporter.expert_load.routers]
+        table = numbers_of(train.train_step(run))["experts"]
+        biases = [router.expert_bias.clone() for router in run.model.routers]
         found.append((tokens, torch.tensor(table, dtype=torch.float64), torch.stack(biases)))
-        run.iteration += 1
+        run.progress.iteration += 1
     return found
 
 
@@ -99,7 +108,7 @@ def test_a_training_step_counts_anew_and_moves_the_biases(sources, tmp_path):
 
 
 def test_what_is_told():
-    load = ExpertLoad(routers(ALONE, LAYERS), CONFIG, ALONE)
+    load = load_of(routers(ALONE, LAYERS), CONFIG, ALONE)
     table = [
         [2.0, 4.0, 6.0, 4.0, 0.0, 0.0, 2.0, 2.0, 1.5, 9.0],
         [4.0] * 4 + [0.0] * 4 + [1.0, 1.0],

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import train
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.checkpoint.upcycle import dense_source, sum_of_weights
 from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import read_folder
@@ -15,7 +14,7 @@ from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
 from tests.layouts import ROPE, flags_of
 from tests.spmd import run_spmd
-from tests.training import Task
+from tests.training import Task, numbers_of, save_checkpoint
 
 RUN = (
     "--seq-length 32 --global-batch-size 4 --lr 2e-3 --train-iters 4 --eval-iters 1 --device cpu "
@@ -37,13 +36,13 @@ def on_rank(world: World, argv: list[str], folder: str, steps: int) -> dict:
     run = train.set_up(parsed, config, mesh, log)
     shards = run.optimizer.shards if run.optimizer else ()  # there is none with --eval-only
     moments = sum(float(shard.exp_avg.abs().sum()) for shard in shards)
-    found = {"iteration": run.iteration, "moments": moments, "losses": [], "lines": lines}
+    found = {"iteration": run.progress.iteration, "moments": moments, "losses": [], "lines": lines}
     found["logits"] = next_logits(run.model, TEXT, KVCache(32))
     log.evaluation = lambda _, __, loss, *more: found.update({"held out": loss})
-    train.evaluate(run)
+    train.evaluate(run, lambda: False)
     for _ in range(steps):
-        found["losses"].append(train.train_step(run).read()[1]["lm_loss"])
-        run.iteration += 1
+        found["losses"].append(numbers_of(train.train_step(run))["lm_loss"])
+        run.progress.iteration += 1
     if steps:
         save_checkpoint(run)
     log.close()

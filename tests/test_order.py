@@ -168,7 +168,7 @@ def test_a_stage_sends_before_it_computes_more(mesh):
 def test_the_host_waits_for_nothing_in_a_step(flags, sources, tmp_path):  # noqa: F811
     run = set_up(World(), arguments(sources, "gpt", flags, "--bf16 --use-distributed-optimizer"), tmp_path)
     train.train_step(run)
-    run.iteration += 1
+    run.progress.iteration += 1
     with recorded() as found:
         train.train_step(run)
     assert "mm" in found.log and "sync" not in found.log

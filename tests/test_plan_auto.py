@@ -9,6 +9,7 @@ import torch
 import train
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.launch import rank
 from nanomegatron.plan.auto import nearest_that_fits, with_best_layout
 from nanomegatron.plan.cluster import load_cluster
 from nanomegatron.plan.layer import Machine
@@ -56,7 +57,7 @@ def test_an_error_for_lack_of_memory_names_a_layout(tmp_path, monkeypatch, capfd
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "train", too_large)
-    monkeypatch.setattr(train.os, "_exit", lambda code: None)
+    monkeypatch.setattr(rank.os, "_exit", lambda code: None)
     assert train.main(TINY.split()) == 1
     message = json.loads((tmp_path / "runs/auto/status.json").read_text())["message"]
     assert "CUDA out of memory" in message and "the nearest layout that fits by the plan (" in message

@@ -83,13 +83,13 @@ FAST = [
 def peak_of_a_step(world: World, argv: list[str], folder: str) -> tuple[float, float]:
     """Most bytes of this rank's tensors in its second step, and those that were planned."""
     run = set_up(world, argv, folder)
-    train.train_step(run).read()
-    run.iteration += 1
+    train.train_step(run)
+    run.progress.iteration += 1
     Pending.wait = wait_and_let_go  # of this process, which ends with the test
     before = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states(run)}.values())
     with torch.profiler.profile(profile_memory=True) as record:
-        train.train_step(run).read()
-    vocab = run.config.data.vocab_size or run.tokenizer.vocab_size
+        train.train_step(run)
+    vocab = run.config.data.vocab_size or run.data.tokenizer.vocab_size
     planned = memory_of_ranks(run.config, vocab, CPU)[run.mesh.pp.rank]
     return before + most_allocated(record), sum(planned.values())
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import train
-from nanomegatron.checkpoint.resume import all_pieces, load_checkpoint, save_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, load_checkpoint
 from nanomegatron.mesh import World
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
-from tests.training import arguments, set_up
+from tests.training import arguments, numbers_of, save_checkpoint, set_up
 
 LAYOUTS = """
 one dp2z1bk dp4ep2z2bk dp4ep4z1 tp2sp tp2spep2et tp2spdp2ep2z1 pp2v2dp2ep2z1ov pp2zbv tp2pp2spzb cp2 cp2pp2ep2
@@ -34,8 +34,8 @@ def pieces_of(run) -> list:
 
 def step(run) -> float:
     """One more step -> its loss"""
-    loss = train.train_step(run).read()[1]["lm_loss"]
-    run.iteration += 1
+    loss = numbers_of(train.train_step(run))["lm_loss"]
+    run.progress.iteration += 1
     return loss
 
 
@@ -45,7 +45,7 @@ def train_and_save(world: World, argv: list[str], folder: str) -> tuple[list, fl
     step(run), step(run)
     for format in FORMATS:
         change = dict(save=f"{folder}/{format}", ckpt_format=format)
-        run.saver.config = replace(run.config.checkpoint, **change)
+        run.observers.of(Checkpoints).saver.config = replace(run.config.checkpoint, **change)
         save_checkpoint(run)
     kept = [(p.key, p.shape, p.offset, p.data.clone()) for p in pieces_of(run)]
     return kept, step(run)
@@ -66,7 +66,7 @@ def load_all(world: World, argv: list[str], folder: str, sources: list[str]) -> 
         for piece in pieces:
             window = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.data.shape, strict=True))
             assert torch.equal(piece.data, whole[piece.key][window]), (source, piece.key)
-        assert run.iteration == 2
+        assert run.progress.iteration == 2
         losses.append(step(run))
     return losses
 

@@ -13,6 +13,8 @@ from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.exit import name_culprit
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import lock
+from nanomegatron.launch import data as run_data
+from nanomegatron.launch import start as start_module
 from nanomegatron.mesh import World
 from nanomegatron.report import log as metrics_log
 from nanomegatron.report import plots
@@ -25,7 +27,7 @@ def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: s
     usual = train.train_step
 
     def train_step(run):
-        if run.iteration == 2 and world.rank == rank:
+        if run.progress.iteration == 2 and world.rank == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hangs":
@@ -43,7 +45,12 @@ def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: s
     [
         (0, "killed", "rank 0 was killed by SIGKILL (out of memory?", "lost peer follows from it"),
         (1, "killed", "rank 1 was killed by SIGKILL (out of memory?", "lost peer follows from it"),
-        (0, "raises", "rank 0 tp0 pp0 cp0 dp0 failed first: ValueError: a bug", "(in run_rank > train"),
+        (
+            0,
+            "raises",
+            "rank 0 tp0 pp0 cp0 dp0 failed first: ValueError: a bug",
+            "(in on_rank > train_or_evaluate",
+        ),
         (1, "hangs", "rank 0 was the first to end, with exit code 1", "rank 1 still ran 1 s later"),
     ],
     ids=["killed", "killed-1", "raises", "hangs"],
@@ -63,7 +70,7 @@ def test_the_first_failure_is_named(
     def start(worker, nproc, args, **more):
         return launch(fail_in_step_3, nproc, (*args, str(tmp_path), rank, how), threads=1, **more)
 
-    monkeypatch.setattr(train, "launch", start)
+    monkeypatch.setattr(start_module, "launch", start)
     monkeypatch.setattr(mesh_launch, "GRACE", 1.0)
     monkeypatch.chdir(tmp_path)
     argv = arguments(
@@ -79,7 +86,8 @@ def test_the_first_failure_is_named(
     logs = [tmp_path / "runs/test" / name for name in ("log.txt", "log.1.txt")]
     texts = [log.read_text() if log.exists() else "" for log in logs]
     assert status["message"].removesuffix(")") in last and "lost a peer" not in status["message"]
-    assert "lost a peer in run_rank > train > " in texts[1 if how == "raises" else 1 - rank]
+    place = "lost a peer in on_rank > train_or_evaluate > train > "
+    assert place in texts[1 if how == "raises" else 1 - rank]
     assert sum("Traceback" in text for text in texts) == (how == "raises")
 
 
@@ -132,7 +140,7 @@ def test_an_end_that_no_rank_has_written_down(codes, running, said, tmp_path, ca
 def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> int:
     """Rank 1 fails, by itself and at once, while rank 0 is slow to say that the run has begun."""
     os.chdir(folder)
-    write, choose = metrics_log.write_status, train.choose_tokenizer
+    write, choose = metrics_log.write_status, run_data.choose_tokenizer
 
     def late(path, facts):
         time.sleep(0.5 * (world.rank == 0 and facts["state"] == "running"))
@@ -143,7 +151,7 @@ def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> i
             raise error("only here")
         return choose(*args)
 
-    metrics_log.write_status, train.choose_tokenizer = late, fails
+    metrics_log.write_status, run_data.choose_tokenizer = late, fails
     return train.run_rank(world, argv)
 
 
@@ -171,4 +179,4 @@ def test_a_bug_in_training_is_no_bad_configuration(corpus, tmp_path):  # noqa: F
     text = (tmp_path / "runs/test/log.txt").read_text()
     assert "Traceback" in text and text.rstrip().endswith("ValueError: a bug")
     status = json.loads((tmp_path / "runs/test/status.json").read_text())
-    assert status["exit_code"] == 1 and status["message"].startswith("ValueError: a bug (in run_rank > train")
+    assert status["exit_code"] == 1 and status["message"].startswith("ValueError: a bug (in ")

@@ -15,6 +15,7 @@ import torch
 
 import train
 from nanomegatron import comm
+from nanomegatron import step as step_module
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch
@@ -38,17 +39,17 @@ def hanging(world: World, argv: list[str], folder: str, rank: int, how: str) -> 
         Traffic.wait = lambda *_: nullcontext()
         start_step = Traffic.start_step
         Traffic.start_step = lambda self, launching: start_step(self, launching=True)
-    usual = train.token_count
+    usual = step_module.token_count
 
     def token_count(run, batches):
-        if run.iteration == 3 and world.rank == rank:
+        if run.progress.iteration == 3 and world.rank == rank:
             Path("began").touch()
             if "stopped" in how:
                 os.kill(os.getpid(), signal.SIGSTOP)
             sleep_in_python()
         return usual(run, batches)
 
-    train.token_count, plots.plot_loss = token_count, lambda *_: None
+    step_module.token_count, plots.plot_loss = token_count, lambda *_: None
     return train.run_rank(world, argv)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import train
 from nanomegatron.checkpoint.folder import LATEST, folders
-from nanomegatron.faults.exit import NO_CHECKPOINT
+from nanomegatron.faults.exit import DONE, NO_CHECKPOINT
 from nanomegatron.faults.launch import launch
 from nanomegatron.report.writers import read_jsonl, replace_file
 from tests.test_train import arguments, corpus, output_of, run_and_die  # noqa: F401 (a fixture)
@@ -24,7 +23,7 @@ RUN = "runs/test"
 def six(corpus, tmp_path_factory) -> Path:  # noqa: F811
     """The folder in which a run of six steps has ended."""
     folder = tmp_path_factory.mktemp("six")
-    output_of(folder, arguments(corpus, SIX), train.DONE)
+    output_of(folder, arguments(corpus, SIX), DONE)
     return folder
 
 
@@ -75,23 +74,23 @@ def test_missing_checkpoints_are_no_new_run(case, corpus, six, place):  # noqa: 
         assert text in said and ANYWAY in said and steps_of(place) == steps
     if case != "not mounted":
         return
-    said = output_of(place, [*argv, ANYWAY, "--train-iters", "1"], train.DONE)
+    said = output_of(place, [*argv, ANYWAY, "--train-iters", "1"], DONE)
     assert f"{ANYWAY}: the run begins at step 1" in said and steps_of(place) == [1]
-    assert "resumed runs/test/ckpt, step 1" in output_of(place, [*argv, ANYWAY], train.DONE)  # no effect now
+    assert "resumed runs/test/ckpt, step 1" in output_of(place, [*argv, ANYWAY], DONE)  # no effect now
 
 
 def test_a_run_that_never_saved_begins_again(corpus, tmp_path):  # noqa: F811
     argv = arguments(corpus, SIX, "--save-interval 5")
     launch(run_and_die, 2, (argv, str(tmp_path), 4, signal.SIGKILL), timeout=40, threads=1)
     assert steps_of(tmp_path) and not folders(tmp_path / RUN / "ckpt")
-    said = output_of(tmp_path, argv, train.DONE, ranks=2)
+    said = output_of(tmp_path, argv, DONE, ranks=2)
     assert "steps, of which none was saved: from step 1 again" in said
     assert steps_of(tmp_path) == [*range(1, 7)]
 
 
 def test_the_newest_that_is_missing_is_named(corpus, place):  # noqa: F811
     shutil.rmtree(place / RUN / "ckpt/iter_0000006")
-    said = output_of(place, arguments(corpus, SIX), train.DONE)
+    said = output_of(place, arguments(corpus, SIX), DONE)
     assert f"! missing checkpoint: runs/test/ckpt/{LATEST} names iteration 6, which is not there" in said
     assert "2 iterations are lost" in said and "resumed runs/test/ckpt, step 4" in said
 
@@ -111,7 +110,7 @@ def test_links_are_followed_and_stay(corpus, place):  # noqa: F811
     run.symlink_to(disk / "run")
     links = [run, run / "ckpt", run / "metrics.jsonl", run / "ckpt/iter_0000004", run / "ckpt/iter_0000006"]
     argv = arguments(corpus, SIX, "--train-iters 10 --keep-last-k 2")
-    assert "resumed runs/test/ckpt, step 6" in output_of(place, argv, train.DONE)
+    assert "resumed runs/test/ckpt, step 6" in output_of(place, argv, DONE)
     assert all(path.is_symlink() for path in links) and steps_of(place) == [*range(1, 11)]
     assert sorted(folders(run / "ckpt")) == [4, 6, 8, 10] and (disk / "iter_0000004/manifest.json").is_file()
     for name in ("iter_0000008", "iter_0000010"):

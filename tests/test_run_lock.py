@@ -14,7 +14,7 @@ import pytest
 import train
 from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.faults import lock as run_lock
-from nanomegatron.faults.exit import SAVE_FAILED
+from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAVE_FAILED
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.lock import LOCK, lock, settings_in
 from nanomegatron.mesh import World
@@ -44,16 +44,16 @@ def test_machines_that_share_no_folder(corpus, tmp_path):  # noqa: F811
     """Found out before the first step; logs may lie apart, what is saved may not."""
     argv = arguments(corpus, SHORT)
     (code, said), (other, _) = run_spmd(run_there, 2, argv, str(tmp_path), True)
-    assert code == other == train.BAD_CONFIG and "2 errors, nothing was started" in said
+    assert code == other == BAD_CONFIG and "2 errors, nothing was started" in said
     host = os.uname().nodename
     assert f"--run-name test: runs/test of rank 0 on {host} is not the one on {host} (rank 1); start" in said
     assert "or give --run-folder-per-host" in said and not (tmp_path / "host1/runs").exists()
     for more in ([], ["--save", "runs/test"]):
         apart = [*argv, "--run-folder-per-host", *more]
         (code, said), _ = run_spmd(run_there, 2, apart, str(tmp_path), True)
-        assert code == train.BAD_CONFIG and "1 error," in said and "; give --save a folder that all" in said
+        assert code == BAD_CONFIG and "1 error," in said and "; give --save a folder that all" in said
     shared = [*argv, "--run-folder-per-host", "--save", str(tmp_path / "ckpt")]
-    assert [code for code, _ in run_spmd(run_there, 2, shared, str(tmp_path), True)] == [train.DONE] * 2
+    assert [code for code, _ in run_spmd(run_there, 2, shared, str(tmp_path), True)] == [DONE] * 2
     assert (tmp_path / "ckpt/iter_0000002").exists() and (tmp_path / "host1/runs/test").exists()
 
 
@@ -64,16 +64,16 @@ def test_one_run_at_a_time(corpus, tmp_path):  # noqa: F811
     with lock(folder, "--run-name test"):
         for more in ([], ["--eval-only"], ["--run-name", "other", "--save", str(folder)]):
             ((code, said),) = run_spmd(run_there, 1, [*argv, *more], str(tmp_path))
-            assert code == train.BAD_CONFIG
+            assert code == BAD_CONFIG
             assert f"in use by pid {os.getpid()} on {os.uname().nodename} since 20" in said
         assert "give another --save" in said
         assert [path.name for path in folder.iterdir()] == [LOCK]
     dying = lock(folder, "--run-name test")
     threading.Timer(0.3, dying.close).start()
-    assert [code for code, _ in run_spmd(run_there, 2, argv, str(tmp_path))] == [train.DONE] * 2
+    assert [code for code, _ in run_spmd(run_there, 2, argv, str(tmp_path))] == [DONE] * 2
     with lock(folder / "ckpt", "--save"):  # which an evaluation only reads
         trained = (folder / "config.toml").read_text()
-        assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path))[0][0] == train.DONE
+        assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path))[0][0] == DONE
     assert (folder / "config.toml").read_text() == trained
     assert from_toml((folder / "eval.toml").read_text()).run.eval_only
     assert read_jsonl(folder / "evals.jsonl")[-1]["batches"] == 1
@@ -113,12 +113,12 @@ def test_a_folder_that_cannot_be(corpus, tmp_path):  # noqa: F811
     (tmp_path / "file").write_text("in the way")
     argv = arguments(corpus, SHORT)
     ((code, said),) = run_spmd(run_there, 1, [*argv, "--save", "file/ckpt"], str(tmp_path))
-    assert code == train.BAD_CONFIG and "--save file/ckpt: cannot write to file/ckpt (" in said
+    assert code == BAD_CONFIG and "--save file/ckpt: cannot write to file/ckpt (" in said
     assert "; give another folder" in said
     shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").write_text("in the way, too")
     (code, said), _ = run_spmd(run_there, 2, [*argv, "--save", str(tmp_path / "ckpt")], str(tmp_path))
-    assert code == train.DONE and "--run-name test: cannot write to runs/test (" in said
+    assert code == DONE and "--run-name test: cannot write to runs/test (" in said
     assert (tmp_path / "ckpt/iter_0000002").exists()
 
 
@@ -129,18 +129,18 @@ def test_damaged_files_are_named(corpus, tmp_path):  # noqa: F811
         tmp_path / "runs/test",
     )
     ((code, _),) = run_spmd(run_there, 1, argv, str(tmp_path))
-    assert code == train.DONE and not list(folder.glob("*.tmp"))
+    assert code == DONE and not list(folder.glob("*.tmp"))
     whole = (folder / "config.toml").read_text()
     for torn in ("", whole[: len(whole) // 2], whole[: whole.index("\n# run")], "\0" * 99, b"\xff\xfe"):
         (folder / "config.toml").write_bytes(torn if isinstance(torn, bytes) else torn.encode())
         ((code, said),) = run_spmd(run_there, 1, argv, str(tmp_path))
-        assert code == train.BAD_CONFIG and "runs/test/config.toml: damaged (" in said, said
+        assert code == BAD_CONFIG and "runs/test/config.toml: damaged (" in said, said
         assert "remove the file" in said
     (folder / "config.toml").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([lines[0], "\0" * 9, lines[2], "[]", lines[2][:20]]))
     ((code, said),) = run_spmd(run_there, 1, [*argv, "--train-iters", "4"], str(tmp_path))
-    assert code == train.DONE and said.count("2 damaged lines left out, 2 steps are whole") == 1
+    assert code == DONE and said.count("2 damaged lines left out, 2 steps are whole") == 1
     assert [step["iteration"] for step in read_jsonl(folder / "metrics.jsonl")] == [1, 3, 4]
     assert (folder / "config.toml").read_text() == whole.replace(
         "train-iters = 3", "train-iters = 4"
@@ -187,7 +187,7 @@ def lose_folder(world: World, argv: list[str], folder: str, how: str) -> int:
     usual = train.train_step
 
     def train_step(run):
-        if run.iteration == 2 and world.rank == 0:
+        if run.progress.iteration == 2 and world.rank == 0:
             if how == "removed":
                 shutil.rmtree("runs/test")
             else:

@@ -12,6 +12,7 @@ import torch
 import train
 from nanomegatron.config.check import unseen_notes
 from nanomegatron.config.settings import ParallelConfig, RunConfig
+from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import plots
 from nanomegatron.report.profiler import Profile
@@ -28,11 +29,11 @@ def steps(mesh: Mesh, folder: Path, first: int, last: int, run: RunConfig) -> li
     said = []
     profile = Profile(run, mesh, log_of(folder, said))
     for iteration in range(first, last + 1):
-        profile.step(iteration)
+        profile.before_step(SimpleNamespace(iteration=iteration), [])
         with torch.profiler.record_function(f"iteration {iteration}"):
             torch.ones(2, 2) @ torch.ones(2, 2)
-    profile.close()
-    profile.close()  # once is enough
+    profile.end()
+    profile.end()  # once is enough
     return said
 
 
@@ -93,7 +94,7 @@ def test_a_run_is_profiled_and_drawn(tmp_path):
         "--vpp 2 --device cpu --run-name test --profile --profile-step-start 2 --profile-step-end 3 "
         "--profile-ranks 1 --trace-dir pictures --trace-iterations 2 4 --timing-log-level 2 --log-interval 3"
     )
-    assert run_spmd(train_there, 2, argv.split(), str(tmp_path)) == [train.DONE] * 2
+    assert run_spmd(train_there, 2, argv.split(), str(tmp_path)) == [DONE] * 2
     for iteration in (2, 4):
         path = tmp_path / f"pictures/test/iteration-{iteration}.json"
         events = json.loads(path.read_text())["traceEvents"]
@@ -139,12 +140,12 @@ def test_memory_history(tmp_path, monkeypatch):
     mesh, said = SimpleNamespace(rank=3, device=torch.device("cuda")), []
     run = RunConfig(record_memory_history=True, memory_snapshot_path="m.pickle")
     profile = Profile(run, mesh, log_of(tmp_path, said))
-    profile.step(1)
+    profile.before_step(SimpleNamespace(iteration=1), [])
     begin, observer = done
     assert begin == dict(max_entries=100_000)
     observer(0, 1, 2, 3)
-    profile.close()
-    profile.close()
+    profile.end()
+    profile.end()
     observer(0, 1, 2, 3)  # torch has no way to take it off
     paths = [str(tmp_path / f"m-rank3{when}.pickle") for when in ("-out-of-memory", "")]
     assert done[2:] == [*paths, dict(enabled=None)]

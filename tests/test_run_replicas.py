@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import train
+from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.replicas import differing, fingerprint
+from nanomegatron.faults.signals import PREEMPTED
+from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
@@ -23,7 +26,7 @@ def flips_a_bit(world: World, argv: list[str], folder: str, rank: int, name: str
 
     def train_step(run):
         report = usual(run)
-        if run.iteration == 2 and world.rank == rank:
+        if run.progress.iteration == 2 and world.rank == rank:
             part, param = next(
                 (s, p) for p in run.buckets.params for s in p.spec.parts if s.name.endswith(name)
             )
@@ -34,7 +37,7 @@ def flips_a_bit(world: World, argv: list[str], folder: str, rank: int, name: str
         return report
 
     train.train_step = train_step
-    plots.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = ending.show_sample = lambda *_: None
     return train.run_rank(world, argv)
 
 
@@ -73,7 +76,7 @@ def test_a_flipped_bit_is_named_within_k_steps(layout, rank, name, named, corpus
     """It flips in step 3; the next step that is compared is not saved."""
     argv = arguments(corpus, "--check-weight-hash-across-dp-replicas-interval 2", layout)
     codes, status = outcome(tmp_path, argv, 4, rank, name)
-    assert len(set(codes)) == 1 and codes[0] not in (train.DONE, train.PREEMPTED)
+    assert len(set(codes)) == 1 and codes[0] not in (DONE, PREEMPTED)
     message = status["message"]
     assert (
         status["state"] == "failed"
@@ -90,7 +93,7 @@ def test_a_flipped_bit_is_named_within_k_steps(layout, rank, name, named, corpus
 @pytest.mark.parametrize("layout", ["--tp 2 --pp 2 --use-distributed-optimizer"])
 def test_equal_replicas_are_equal(layout, corpus, tmp_path):  # noqa: F811
     codes, status = outcome(tmp_path, arguments(corpus, layout, "--check-replicas 1"), 4, -1, "")
-    assert codes == [train.DONE] * 4 and status["iteration"] == 8
+    assert codes == [DONE] * 4 and status["iteration"] == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron.checkpoint import resume
+from nanomegatron.checkpoint.resume import Checkpoints
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
+from nanomegatron.faults.signals import PREEMPTED
+from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
@@ -23,11 +26,12 @@ def disturbed(world: World, argv: list[str], folder: str, what: str, step: int) 
     """A rank of a run in which something happens when step + 1 begins, or while step is saved."""
     os.chdir(folder)
     saving = what == "signal in a save"
-    module, name = (resume, "save_checkpoint") if saving else (train, "train_step")
+    module, name = (Checkpoints, "save") if saving else (train, "train_step")
     usual = getattr(module, name)
 
-    def disturb(run, *more, **how):
-        if run.iteration == step:
+    def disturb(first, *more, **how):
+        run = first.run if saving else first
+        if run.progress.iteration == step:
             if what == "file" and world.rank == 1:
                 Path("stop").touch()
             if what == "signal in a save" and world.rank == 1:
@@ -36,17 +40,17 @@ def disturbed(world: World, argv: list[str], folder: str, what: str, step: int) 
                 if world.rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 signal.raise_signal(signal.SIGTERM)  # torchrun sends it to those that are left
-        return usual(run, *more, **how)
+        return usual(first, *more, **how)
 
-    save = resume.save_checkpoint
+    save = Checkpoints.save
 
-    def begun(run, *more, **how):
-        Path(f"save-{run.iteration}").touch()
-        save(run, *more, **how)
+    def begun(checkpoints, *more, **how):
+        Path(f"save-{checkpoints.run.progress.iteration}").touch()
+        save(checkpoints, *more, **how)
 
-    resume.save_checkpoint = begun
+    Checkpoints.save = begun
     setattr(module, name, disturb)
-    plots.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = ending.show_sample = lambda *_: None
     return train.run_rank(world, argv)
 
 
@@ -61,13 +65,13 @@ def test_a_file_stops_the_run_as_a_signal_does(corpus, tmp_path):  # noqa: F811
     """Within two steps; until it is removed the same command is an error."""
     argv = arguments(corpus, TEN, "--exit-on-preemption-file stop")
     codes, status, steps = outcome(tmp_path, argv, "file", 3)
-    assert codes == [train.PREEMPTED] * 2 and 4 <= len(steps) <= 6
+    assert codes == [PREEMPTED] * 2 and 4 <= len(steps) <= 6
     assert (status["state"], status["iteration"]) == ("preempted", steps[-1]) and status["checkpoint"]
     assert "stopped by --exit-on-preemption-file stop after step" in status["message"]
-    said = output_of(tmp_path, argv, train.BAD_CONFIG)
+    said = output_of(tmp_path, argv, BAD_CONFIG)
     assert "--exit-on-preemption-file stop: exists already" in said and "remove it" in said
     (tmp_path / "stop").unlink()
-    assert f"resumed runs/test/ckpt, step {steps[-1]}" in output_of(tmp_path, argv, train.DONE)
+    assert f"resumed runs/test/ckpt, step {steps[-1]}" in output_of(tmp_path, argv, DONE)
 
 
 def test_a_signal_during_a_save(corpus, tmp_path):  # noqa: F811
@@ -75,7 +79,7 @@ def test_a_signal_during_a_save(corpus, tmp_path):  # noqa: F811
     codes, status, steps = outcome(
         tmp_path, arguments(corpus, TEN, "--save-interval 4"), "signal in a save", 4
     )
-    assert codes == [train.PREEMPTED] * 2 and status["state"] == "preempted" and len(steps) <= 6
+    assert codes == [PREEMPTED] * 2 and status["state"] == "preempted" and len(steps) <= 6
     assert status["iteration"] == steps[-1]
     saved = {path.name for path in (tmp_path / "runs/test/ckpt").glob("iter_*")}
     assert saved == {"iter_0000004", f"iter_{steps[-1]:07d}"}

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import train
+from nanomegatron import step as step_module
+from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.stragglers import SLOW, Stragglers, medians_of_others, spread
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
@@ -19,14 +21,14 @@ from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 def with_a_slow_rank(world: World, argv: list[str], folder: str, slow: int) -> str:
     """The log of a run in which rank `slow` sleeps 200 ms in every step; -1: none."""
     os.chdir(folder)
-    usual = train.step_batches
+    usual = step_module.step_batches
 
     def step_batches(*args):
         time.sleep(0.2 * (world.rank == slow))
         return usual(*args)
 
-    train.step_batches, plots.plot_loss = step_batches, lambda *_: None
-    assert train.run_rank(world, argv) == train.DONE
+    step_module.step_batches, plots.plot_loss = step_batches, lambda *_: None
+    assert train.run_rank(world, argv) == DONE
     with open("runs/test/log.txt", encoding="utf-8") as file:
         return file.read()
 
@@ -77,7 +79,7 @@ def steps_of_given_lengths(mesh, lengths: list[list[tuple[float, float]]]) -> li
     for i, ranks in enumerate(lengths, 1):
         whole, wait = ranks[mesh.rank]
         step = SimpleNamespace(clock=Fixed(whole), waits=[Fixed(wait / 2)] * 2)
-        stragglers.add(SimpleNamespace(batch=SimpleNamespace(iteration=i), **vars(step)))
+        stragglers.after_step(SimpleNamespace(batch=SimpleNamespace(iteration=i), **vars(step)))
     assert isinstance(mesh.traffic.new_clock().stop().milliseconds(), float)
     return lines
 

@@ -31,6 +31,7 @@ from nanomegatron.data.indexed_dataset import IndexedDataset, file_hash
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.verify import verify_pair
 from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
+from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.lock import settings_in
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
@@ -297,7 +298,7 @@ def watched(world: World, argv: list[str], folder: str) -> list[str]:
         return usual(run)
 
     train.train_step, plots.plot_loss = train_step, lambda *_: None
-    assert train.run_rank(world, argv) == train.DONE
+    assert train.run_rank(world, argv) == DONE
     return found
 
 
@@ -354,5 +355,5 @@ def test_a_run_needs_no_network(corpus, tmp_path):  # noqa: F811
     more = "--train-iters 6 --nproc 2 --profile --profile-step-start 2 --profile-step-end 3"
     secret = os.environ | {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
     process = start(tmp_path, arguments(corpus, more), prefix=tuple(alone), env=secret)
-    assert "next    nanomegatron generate" in finished(process, train.DONE)
+    assert "next    nanomegatron generate" in finished(process, DONE)
     without_secret(tmp_path)

@@ -18,17 +18,19 @@ import pytest
 import torch
 
 import train
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
+from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import plots
 from nanomegatron.report.banner import expected_first_loss
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
+from tests.training import report_step, save_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -61,7 +63,7 @@ def run_train(world: World, argv: list[str], folder: str) -> list[dict]:
     """One rank of a run in `folder`; the steps it logged. No picture: to load matplotlib takes a second."""
     os.chdir(folder)
     plots.plot_loss = lambda *_: None
-    assert train.run_rank(world, argv) == train.DONE
+    assert train.run_rank(world, argv) == DONE
     return read_jsonl("runs/test/metrics.jsonl")
 
 
@@ -192,7 +194,7 @@ def run_and_die(world: World, argv: list[str], folder: str, step: int, number: i
     usual = train.train_step
 
     def train_step(run):
-        if run.iteration == step and (world.rank == 1 or number == signal.SIGINT):
+        if run.progress.iteration == step and (world.rank == 1 or number == signal.SIGINT):
             os.kill(os.getpid(), number)
         return usual(run)
 
@@ -209,9 +211,9 @@ def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
     for step in (4, 10):
         codes = launch(run_and_die, 2, (argv, str(tmp_path), step, signal.SIGKILL), timeout=60, threads=1)
         assert codes[1] == -signal.SIGKILL
-    assert "resumed" in output_of(tmp_path, argv, train.DONE, ranks=2)
+    assert "resumed" in output_of(tmp_path, argv, DONE, ranks=2)
     compare(tmp_path, undisturbed)
-    assert "nothing left to train" in output_of(tmp_path, argv, train.DONE, ranks=2)
+    assert "nothing left to train" in output_of(tmp_path, argv, DONE, ranks=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
@@ -219,9 +221,9 @@ def test_signal_saves_and_leaves(number, corpus, undisturbed, tmp_path):
     """One rank's is enough; a terminal sends Ctrl-C to all."""
     argv = arguments(corpus, SHORT)
     codes = launch(run_and_die, 2, (argv, str(tmp_path), 5, number), timeout=60, threads=1)
-    assert codes == [train.PREEMPTED] * 2
+    assert codes == [PREEMPTED] * 2
     status = json.loads((tmp_path / "runs/test/status.json").read_text())
-    assert status["exit_code"] == train.PREEMPTED and 5 < status["iteration"] < 12
+    assert status["exit_code"] == PREEMPTED and 5 < status["iteration"] < 12
     run_spmd(run_train, 2, argv, str(tmp_path))
     compare(tmp_path, undisturbed)
 
@@ -239,18 +241,18 @@ def test_the_program_leaves_with_its_ranks(number, corpus, tmp_path):
         os.killpg(process.pid, number)  # a terminal sends Ctrl-C to all
     else:
         process.send_signal(number)
-    output = finished(process, -number if number == signal.SIGKILL else train.PREEMPTED)
+    output = finished(process, -number if number == signal.SIGKILL else PREEMPTED)
     if number != signal.SIGKILL:
         assert "the same command resumes from there" in output
         status = json.loads((tmp_path / "runs/test/status.json").read_text())
-        assert status["exit_code"] == train.PREEMPTED
+        assert status["exit_code"] == PREEMPTED
 
 
 def test_configuration_errors_come_at_once_and_once(tmp_path):
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
     flags = "--nproc 2 --tp 3 --num-layers 2 --hidden-size 50 --num-attention-heads 4 --sp --num-experts 8"
     flags += " --moe-router-topk 9"
-    output = finished(start(tmp_path, flags.split()), train.BAD_CONFIG)
+    output = finished(start(tmp_path, flags.split()), BAD_CONFIG)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime < 6  # whatever else the machine does
     for beginning in ("--hidden-size 50:", "--tensor-model-parallel-size 3:", "--moe-router-topk 9:"):
@@ -297,7 +299,7 @@ def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     flags = "--save ckpt --lr-warmup-iters 0 --eval-iters 0 --load"
     for iters, load in ((1, tmp_path / "link/ckpt"), (2, "./runs/../ckpt")):
-        output = output_of(tmp_path, arguments(corpus, f"--train-iters {iters} {flags} {load}"), train.DONE)
+        output = output_of(tmp_path, arguments(corpus, f"--train-iters {iters} {flags} {load}"), DONE)
         assert ("from scratch" in output) == (iters == 1)
         assert ("resumed ckpt, step 1" in output) == (iters == 2)
     argv = arguments(corpus, "--train-iters 1 --lr-warmup-iters 0 --save none --load none")
@@ -309,7 +311,7 @@ def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path)
 def test_save_that_fails_is_told(corpus, tmp_path):
     """At the start if it can be seen then."""
     (tmp_path / "file").write_text("in the way")
-    output = output_of(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.BAD_CONFIG)
+    output = output_of(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), BAD_CONFIG)
     assert "--save file/ckpt: cannot write" in output and not (tmp_path / "runs/test/status.json").exists()
     (tmp_path / "ckpt/latest_checkpointed_iteration.txt").mkdir(parents=True)  # a folder in the way
     output_of(tmp_path, arguments(corpus, "--train-iters 9 --save ckpt"), run_exit.SAVE_FAILED)
@@ -318,28 +320,28 @@ def test_save_that_fails_is_told(corpus, tmp_path):
 def test_what_cannot_go_on_is_an_error(corpus, tmp_path):
     """Another batch size would repeat or skip samples, a step back would meet newer checkpoints again."""
     argv = arguments(corpus, "--train-iters 8 --save-interval 3")
-    output_of(tmp_path, argv, train.DONE)
+    output_of(tmp_path, argv, DONE)
     other = ["--run-name", "other", "--load", "runs/test/ckpt"]
-    output = output_of(tmp_path, [*argv, *other, "--global-batch-size", "4"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, *other, "--global-batch-size", "4"], BAD_CONFIG)
     assert "--global-batch-size 4" in output and "64 samples in 8 iterations" in output
-    output = output_of(tmp_path, [*argv, "--ckpt-step", "3"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, "--ckpt-step", "3"], BAD_CONFIG)
     assert "--ckpt-step 3" in output and "holds iteration 8" in output
-    output = output_of(tmp_path, [*argv, *other, "--ckpt-step", "3"], train.DONE, ranks=2)
+    output = output_of(tmp_path, [*argv, *other, "--ckpt-step", "3"], DONE, ranks=2)
     assert (
         "resumed runs/test/ckpt, step 3" in output and "not the same bits" in output and "dp 1 -> 2" in output
     )
     ours, theirs = (read_jsonl(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("other", "test"))
     np.testing.assert_allclose([s["lm_loss"] for s in ours], [s["lm_loss"] for s in theirs[3:]], rtol=1e-6)
-    output = output_of(tmp_path, [*argv, "--hidden-size", "128"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, "--hidden-size", "128"], BAD_CONFIG)
     assert "--hidden-size 128: the run in this folder has 64" in output
 
 
 def test_exit_interval_saves_and_resumes(corpus, iters, alone, tmp_path):
     argv = arguments(corpus, f"--train-iters {iters}")
-    output = output_of(tmp_path, [*argv, "--exit-interval", "5"], train.DONE, picture=True)
+    output = output_of(tmp_path, [*argv, "--exit-interval", "5"], DONE, picture=True)
     assert "after step 5" in output and ("\npicture " in output or not find_spec("matplotlib"))
     status = json.loads((tmp_path / "runs/test/status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("stopped", train.DONE)
+    assert (status["state"], status["exit_code"]) == ("stopped", DONE)
     steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
     assert [step["lm_loss"] for step in steps] == [step["lm_loss"] for step in alone]
 
@@ -399,10 +401,10 @@ def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[boo
         run.buckets.finish_grad_sync = finish_grad_sync
         moments = [shard.exp_avg for shard in run.optimizer.shards]
         before = [x.clone() for x in (*run.buckets.params, *moments, run.optimizer.good_steps)]
-        run.report(train.train_step(run))
+        report_step(run)
         after = [*run.buckets.params, *moments, run.optimizer.good_steps]
         changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-        run.iteration += 1
+        run.progress.iteration += 1
     return Path("log.txt").read_text(), changed
 
 

@@ -13,7 +13,11 @@ import train
 from nanomegatron import generate as run_sample
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
+from nanomegatron.faults.signals import PREEMPTED
+from nanomegatron.launch import data as run_data
+from nanomegatron.launch import ending
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import evaluate, plots
 from nanomegatron.report.writers import read_jsonl
@@ -28,7 +32,7 @@ def signalled(world: World, argv: list[str], folder: str, where: str, times: int
     os.chdir(folder)
     run_signals.ECHO = echo
     name, _, ranks = where.partition(" of ")
-    module = train if hasattr(train, name) else evaluate
+    module = next(m for m in (train, evaluate, run_data) if hasattr(m, name))
     usual = getattr(module, name)
 
     def gets_it(*args, **kwargs):
@@ -39,7 +43,7 @@ def signalled(world: World, argv: list[str], folder: str, where: str, times: int
         return usual(*args, **kwargs)
 
     setattr(module, name, gets_it)
-    plots.plot_loss, train.show_sample = lambda *_: Path("drawn"), lambda *_: None
+    plots.plot_loss, ending.show_sample = lambda *_: Path("drawn"), lambda *_: None
     return train.run_rank(world, argv)
 
 
@@ -55,15 +59,15 @@ def test_a_signal_ends_an_evaluation(corpus, tmp_path):  # noqa: F811
     """In the middle of training, the last one, --eval-only: given up, not logged; what is new is saved."""
     argv = arguments(corpus, LONG)
     codes, status = signals(tmp_path, argv, "forward_microbatch of 1")
-    assert codes == [train.PREEMPTED] * 2
+    assert codes == [PREEMPTED] * 2
     assert (status["state"], status["iteration"]) == ("preempted", 2) and status["checkpoint"]
     end = [*argv, "--eval-interval", "100"]
     codes, status = signals(tmp_path, end, "forward_microbatch", ranks=1)
-    assert (codes, status["state"], status["iteration"]) == ([train.PREEMPTED], "preempted", 4)
+    assert (codes, status["state"], status["iteration"]) == ([PREEMPTED], "preempted", 4)
     steps = [record["iteration"] for record in read_jsonl(tmp_path / "runs/test/metrics.jsonl")]
     assert steps == [1, 2, 3, 4] and (tmp_path / "runs/test/log.txt").read_text().count("saved ") == 2
     codes, status = signals(tmp_path, [*argv, "--eval-only"], "forward_microbatch", ranks=1)
-    assert (codes, status["state"], status["exit_code"]) == ([train.PREEMPTED], "preempted", 75)
+    assert (codes, status["state"], status["exit_code"]) == ([PREEMPTED], "preempted", 75)
     assert not (tmp_path / "runs/test/evals.jsonl").exists()
 
 
@@ -72,7 +76,7 @@ def test_stopped_runs_have_the_evaluations_of_others(corpus, tmp_path, full):  #
     (tmp_path / "whole").mkdir()
     argv = arguments(corpus, f"{FOUR} --eval-interval 2 --eval-iters 2 --micro-batch-size 4")
     argv += ["--split", "80,10,10"]
-    output_of(tmp_path / "whole", argv, train.DONE)
+    output_of(tmp_path / "whole", argv, DONE)
     whole = read_jsonl(tmp_path / "whole/runs/test/evals.jsonl")
     assert [(e["iteration"], e["split"]) for e in whole] == [
         (2, "validation"),
@@ -83,21 +87,21 @@ def test_stopped_runs_have_the_evaluations_of_others(corpus, tmp_path, full):  #
         folder = tmp_path / where
         folder.mkdir()
         if where.isdecimal():
-            output_of(folder, [*argv, "--exit-interval", where, "--log-interval", "99"], train.DONE)
+            output_of(folder, [*argv, "--exit-interval", where, "--log-interval", "99"], DONE)
             log = (folder / "runs/test/log.txt").read_text()
             assert log.index(f" iteration {where:>8}/") < log.index("saved "), "the last row comes first"
         else:
             codes, status = signals(folder, argv, where, ranks=1)
-            assert (codes, status["iteration"]) == ([train.PREEMPTED], 2)
+            assert (codes, status["iteration"]) == ([PREEMPTED], 2)
             assert not (folder / "runs/test/evals.jsonl").exists()
-        output_of(folder, argv, train.DONE)
+        output_of(folder, argv, DONE)
         assert read_jsonl(folder / "runs/test/evals.jsonl") == whole, where
 
 
 @pytest.mark.parametrize("where", ["choose_tokenizer of 1", "load_checkpoint of 01"])
 def test_a_signal_before_the_first_step(where, corpus, tmp_path):  # noqa: F811
     codes, status = signals(tmp_path, arguments(corpus, FOUR), where)
-    assert codes == [train.PREEMPTED] * 2
+    assert codes == [PREEMPTED] * 2
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     assert "nothing to save" in status["message"]
     assert not (tmp_path / "runs/test/metrics.jsonl").exists()
@@ -106,7 +110,7 @@ def test_a_signal_before_the_first_step(where, corpus, tmp_path):  # noqa: F811
 def test_a_second_signal_leaves_at_once_and_says_so(corpus, tmp_path):  # noqa: F811
     """But one that reaches it twice at the same time, by the launcher and as one of a group, is one."""
     codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2)
-    assert (codes, status["state"], status["iteration"]) == ([train.PREEMPTED], "preempted", 2)
+    assert (codes, status["state"], status["iteration"]) == ([PREEMPTED], "preempted", 2)
     assert (tmp_path / "runs/test/log.txt").read_text().endswith("\npicture drawn\n")  # also of such a run
     codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2, echo=0.0)
     assert codes == [-signal.SIGINT]
@@ -131,7 +135,7 @@ def test_a_run_needs_no_log(corpus, tmp_path):  # noqa: F811
     for name in ("log.txt", "metrics.jsonl"):
         (folder / name).symlink_to("/dev/full")
     argv = arguments(corpus, "--train-iters 2 --lr-warmup-iters 0 --save-interval 1")
-    assert launch(without_files, 2, (argv, str(tmp_path)), timeout=40, threads=1) == [train.DONE] * 2
+    assert launch(without_files, 2, (argv, str(tmp_path)), timeout=40, threads=1) == [DONE] * 2
     assert (folder / "ckpt").is_dir() and len(read_jsonl(folder / "evals.jsonl")) == 1
     (tmp_path / "other/latest_checkpointed_iteration.txt").mkdir(parents=True)
     argv += ["--save", "other", "--train-iters", "3", "--load", str(folder / "ckpt")]
@@ -146,7 +150,7 @@ def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
         more, named = f"{more} --tensorboard-dir /proc/events", [*named, "TensorBoard"]
     folder = tmp_path / "runs/test"
     (folder / "loss.png").mkdir(parents=True)
-    said = output_of(tmp_path, arguments(corpus, numbers, more), train.DONE, ranks=2, picture=True)
+    said = output_of(tmp_path, arguments(corpus, numbers, more), DONE, ranks=2, picture=True)
     samples = [line.split()[1:] for line in said.splitlines() if line.startswith("sample ")]
     assert len(samples) == 1 and all(word.isdecimal() for words in samples for word in words)
     assert [said.count(f"! {name}: ") for name in named] == [1] * len(named)
@@ -171,7 +175,7 @@ def test_a_sample_that_fails_fails_no_run(name, ranks, corpus, tmp_path):  # noq
     argv = arguments(corpus, "--train-iters 1 --lr-warmup-iters 0 --tp 2")
     codes = launch(sample_fails, 2, (argv, str(tmp_path), name, ranks), timeout=40, threads=1)
     text = "".join(path.read_text() for path in (tmp_path / "runs/test").glob("log*.txt"))
-    assert codes == [train.DONE] * 2 and text.count("sample: ZeroDivisionError") == len(ranks)
+    assert codes == [DONE] * 2 and text.count("sample: ZeroDivisionError") == len(ranks)
 
 
 def test_a_rank_that_fails_amid_a_sample_stops_the_others(corpus, tmp_path):  # noqa: F811
@@ -191,7 +195,7 @@ def test_the_first_lines_stand_before_the_model_is_built(corpus, tmp_path, monke
         raise ValueError("not built")
 
     monkeypatch.setattr(train, "build", no_build)
-    assert train.main(arguments(corpus)) == train.BAD_CONFIG
+    assert train.main(arguments(corpus)) == BAD_CONFIG
     assert [line.split(" ")[0] for line in printed[0].splitlines() if not line.startswith("note")] == [
         "nanomegatron",
         "model",

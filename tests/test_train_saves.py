@@ -10,7 +10,8 @@ import pytest
 import train
 from nanomegatron.checkpoint import async_save, saver
 from nanomegatron.checkpoint.async_save import START
-from nanomegatron.faults.exit import SAVE_FAILED
+from nanomegatron.faults.exit import DONE, SAVE_FAILED
+from nanomegatron.launch import ending, rank
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
@@ -33,14 +34,14 @@ def run_ranks(world: World, argv: list[str], folder: str, patch: str, pause: flo
     os.chdir(folder)
     usual = train.train_step
     train.train_step = lambda run: time.sleep(pause) or usual(run)
-    plots.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = ending.show_sample = lambda *_: None
     saver.PAUSE = 0.0
     if world.rank:
         async_save.START = f"{patch}\n{START}"
     leave, code = os._exit, []
-    train.os._exit = code.append  # where it would leave without the exit handlers
+    rank.os._exit = code.append  # where it would leave without the exit handlers
     result = train.run_rank(world, argv)
-    train.os._exit = leave
+    rank.os._exit = leave
     return code[0] if code else result
 
 
@@ -69,7 +70,7 @@ def test_training_beside_a_save_changes_nothing(case, corpus, tmp_path):  # noqa
     for kind in ("async", "no-async"):
         argv = arguments(corpus, SIX, CASES[case], f"--{kind}-save --save {kind} --run-name {kind}")
         folder = tmp_path / "runs" / kind
-        assert run_spmd(run_ranks, 2, argv, str(tmp_path), "") == [train.DONE] * 2
+        assert run_spmd(run_ranks, 2, argv, str(tmp_path), "") == [DONE] * 2
         losses.append([step["lm_loss"] for step in read_jsonl(folder / "metrics.jsonl")])
         status = json.loads((folder / "status.json").read_text())
         assert (status["state"], status["checkpoint"], status["iteration"]) == ("done", kind, 6)
@@ -107,7 +108,7 @@ def test_a_writer_without_room_is_a_warning_until_the_end(corpus, tmp_path):  # 
 def test_the_flags_of_retention_reach_a_run(corpus, tmp_path):  # noqa: F811
     flags = "--train-iters 7 --lr-warmup-iters 0 --eval-iters 0 --save-interval 2 --keep-last-k 2"
     argv = arguments(corpus, flags, "--save-retain-interval 2 --non-persistent-save-interval 1")
-    assert run_spmd(run_ranks, 1, argv, str(tmp_path), "") == [train.DONE]
+    assert run_spmd(run_ranks, 1, argv, str(tmp_path), "") == [DONE]
     found = sorted((tmp_path / "runs/test/ckpt").glob("iter_*"))
     marked = [(int(path.name[5:]), (path / "non_persistent").exists()) for path in found]
     assert marked == [(2, False), (4, False), (5, True), (6, False), (7, False)]

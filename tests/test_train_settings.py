@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import train
+from nanomegatron import step as step_module
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import NullTokenizer
 from nanomegatron.faults import exit as run_exit
+from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.mesh import Axis, World
 from nanomegatron.report import plots
 from nanomegatron.report.writers import read_jsonl
-from nanomegatron.step import token_count
+from nanomegatron.step import Training, token_count
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus, logged_rates, run_train  # noqa: F401 (a fixture)
 
@@ -72,7 +74,7 @@ def test_cached_memory_is_given_back(corpus, tmp_path, monkeypatch):  # noqa: F8
     for level in (0, 1, 2):
         more = f"--train-iters 2 --lr-warmup-iters 0 --eval-iters 1 --eval-interval 1 --run-name {level}"
         argv = arguments(corpus, more, f"--empty-unused-memory-level {level}")
-        assert train.main(argv) == train.DONE
+        assert train.main(argv) == DONE
         assert len(calls) == (0, 4, 6)[level]
         calls.clear()
 
@@ -104,7 +106,7 @@ def test_a_ramp_goes_on_in_its_middle(world, tolerance, ramp, corpus, tmp_path):
     folder, steps = ramp
     more = "--lr-warmup-iters 0 --lr-warmup-samples 20 --micro-batch-size 1 --run-name other"
     argv = arguments(corpus, RAMP, more, f"--load {folder}/runs/test/ckpt --ckpt-step 4")
-    assert run_spmd(run_there, world, argv, str(tmp_path)) == [train.DONE] * world
+    assert run_spmd(run_there, world, argv, str(tmp_path)) == [DONE] * world
     resumed = read_jsonl(tmp_path / "runs/other/metrics.jsonl")
     ours, theirs = np.array(series(resumed)), np.array(series(steps[4:]))
     np.testing.assert_allclose(ours, theirs, rtol=tolerance)
@@ -127,18 +129,18 @@ def test_eval_only_is_the_evaluation_of_the_run(corpus, tmp_path):  # noqa: F811
     """After the run and from elsewhere; nothing of the run changes; without a checkpoint it says so."""
     argv = arguments(corpus, "--train-iters 6 --split 80,10,10 --eval-interval 4")
     assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path)) == [run_exit.NO_CHECKPOINT]
-    assert run_spmd(run_there, 1, argv, str(tmp_path)) == [train.DONE]
+    assert run_spmd(run_there, 1, argv, str(tmp_path)) == [DONE]
     end = evaluations(tmp_path)
     assert [(i, split) for i, split, *_ in end] == [(4, "validation"), (6, "validation"), (6, "test")]
     assert all(ppl == pytest.approx(math.exp(loss)) for *_, loss, ppl in end) and end[1][2] != end[2][2]
     files = ("config.toml", "metrics.jsonl", "evals.jsonl")
     before = [(tmp_path / "runs/test" / file).read_text() for file in files]
-    assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path)) == [train.DONE]
+    assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path)) == [DONE]
     *same, evals = [(tmp_path / "runs/test" / file).read_text() for file in files]
     assert same == before[:2] and evals.startswith(before[2])
     assert evaluations(tmp_path)[3:] == end[1:], "beside those of training, the same"
     other = [*argv, "--skip-train", "--run-name", "other", "--load", str(tmp_path / "runs/test/ckpt")]
-    assert run_spmd(run_there, 2, other, str(tmp_path)) == [train.DONE] * 2
+    assert run_spmd(run_there, 2, other, str(tmp_path)) == [DONE] * 2
     for ours, theirs in zip(evaluations(tmp_path, "other"), end[1:], strict=True):
         assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-6)
     assert not (tmp_path / "runs/other/metrics.jsonl").exists()
@@ -148,12 +150,12 @@ def test_eval_only_is_the_evaluation_of_the_run(corpus, tmp_path):  # noqa: F811
 
 def without_samples(world: World, argv: list[str], folder: str, first: int, count: int) -> list[dict]:
     """A run whose data lacks `count` samples from `first` on."""
-    batches = train.step_batches
+    batches = step_module.step_batches
 
     def fewer(run, loader, sample, size):
         return batches(run, loader, sample + count * (sample >= first), size)
 
-    train.step_batches = fewer
+    step_module.step_batches = fewer
     return run_train(world, argv, folder)
 
 
@@ -176,14 +178,14 @@ def test_skipped_iterations_leave_their_samples_out(corpus, tmp_path):  # noqa: 
 
 def consumed(world: World, argv: list[str], folder: str) -> list[list[int]]:
     """The rows that a run trains on, in its order."""
-    batches, rows = train.step_batches, []
+    next_batches, rows = Training.next_batches, []
 
-    def kept(run, loader, sample, size):
-        found = list(batches(run, loader, sample, size))
-        rows.extend(row for batch in found for row in batch.tokens.tolist() if loader is run.loaders[0])
+    def kept(run):
+        found = next_batches(run)
+        rows.extend(row for batch in found for row in batch.tokens.tolist())
         return found
 
-    train.step_batches = kept
+    Training.next_batches = kept
     run_train(world, argv, folder)
     return rows
 
@@ -257,7 +259,7 @@ def test_a_hugging_face_folder_is_evaluated_and_trained_on(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     flags = "--load hf --mock-data --vocab-size 99 --seq-length 16 --micro-batch-size 1 --global-batch-size 4"
     argv = f"{flags} --eval-iters 2 --device cpu --run-name test --train-iters 2 --lr-warmup-iters 0".split()
-    assert run_spmd(run_there, 2, [*argv, "--eval-only", "--tp", "2"], str(tmp_path)) == [train.DONE] * 2
+    assert run_spmd(run_there, 2, [*argv, "--eval-only", "--tp", "2"], str(tmp_path)) == [DONE] * 2
     data = build_datasets(DataConfig(mock_data=True, seq_length=16), (0, 8, 8), 1234, NullTokenizer(99))
     for dataset, (iteration, _, loss, _) in zip(data[1:], evaluations(tmp_path), strict=True):
         samples = torch.from_numpy(np.stack([dataset[i] for i in range(8)]))
@@ -266,20 +268,20 @@ def test_a_hugging_face_folder_is_evaluated_and_trained_on(tmp_path):
         expected = torch.nn.functional.cross_entropy(logits, samples[:, 1:].flatten())
         assert loss == pytest.approx(expected.item(), rel=1e-6) and iteration == 0
     staged = [*argv, "--eval-only", "--pp", "2", "--attention-backend", "flash", "--run-name", "staged"]
-    assert run_spmd(run_there, 2, staged, str(tmp_path)) == [train.DONE] * 2
+    assert run_spmd(run_there, 2, staged, str(tmp_path)) == [DONE] * 2
     lines = (tmp_path / "runs/staged/evals.jsonl").read_text().splitlines()
     found = [json.loads(line)["lm_loss"] for line in lines]
     assert found == pytest.approx([loss for _, _, loss, _ in evaluations(tmp_path)], rel=1e-6)
-    assert run_spmd(run_there, 1, argv, str(tmp_path)) == [train.DONE]
-    assert run_spmd(run_there, 1, [*argv, "--train-iters", "3"], str(tmp_path)) == [train.DONE]
+    assert run_spmd(run_there, 1, argv, str(tmp_path)) == [DONE]
+    assert run_spmd(run_there, 1, [*argv, "--train-iters", "3"], str(tmp_path)) == [DONE]
     text = (tmp_path / "runs/test/log.txt").read_text()
     assert "was trained with" not in text
     other = [*argv, "--run-name", "other", "--rotary-base", "500"]
-    assert run_spmd(run_there, 1, other, str(tmp_path)) == [train.DONE]
+    assert run_spmd(run_there, 1, other, str(tmp_path)) == [DONE]
     said = "--rotary-base 500.0: hf was trained with 10000.0"
     assert said in (tmp_path / "runs/other/log.txt").read_text()
     for flags in ["--load", "hf"], ["--tokenizer-type", "ByteTokenizer"]:  # the text at hand is in other ids
-        assert run_spmd(run_there, 1, flags, str(tmp_path)) == [train.BAD_CONFIG]
+        assert run_spmd(run_there, 1, flags, str(tmp_path)) == [BAD_CONFIG]
     assert not (tmp_path / "data").exists()
     assert text.count("loaded  hf, ") == 2 and text.count("resumed runs/test/ckpt, step 2") == 1
     assert [step["iteration"] for step in read_jsonl(tmp_path / "runs/test/metrics.jsonl")] == [1, 2, 3]

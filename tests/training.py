@@ -20,10 +20,12 @@ import torch
 
 import train
 from nanomegatron import fast
+from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.comm import all_gather
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.steps import Reporter
 from tests.layouts import COMMON, ENTERED, FIVE_STEPS, MODELS, TWO_STEPS
 from tests.spmd import run_spmd
 
@@ -72,11 +74,28 @@ def arguments(task: Task, model: str, *more: str) -> list[str]:
 
 
 def set_up(world: World, argv: list[str], folder: str):
-    """The `Run` of a command line on this rank, in a folder."""
+    """The `Training` of a command line on this rank, in a folder."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
     return train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+
+
+def numbers_of(numbers: dict) -> dict:
+    """Those of a step, on the host."""
+    return {name: x.tolist() for name, x in numbers.items()}
+
+
+def report_step(run) -> None:
+    """One step, and at once its report."""
+    reporter = run.observers.of(Reporter)
+    reporter.take(reporter.launch(train.train_step))
+    reporter.take(None)
+
+
+def save_checkpoint(run) -> None:
+    """Save a run as it is now."""
+    run.observers.of(Checkpoints).save()
 
 
 def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
@@ -93,12 +112,12 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
     with no_garbage():
         for _ in range(run.config.run.train_iters):
             with fast_files(entered):
-                numbers = train.train_step(run).read()[1]
+                numbers = numbers_of(train.train_step(run))
             steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
             if len(gradients) == 1:
                 run.buckets.wait_params()
                 weights = weights_of(run)
-            run.iteration += 1
+            run.progress.iteration += 1
     run.buckets.wait_params()
     result = {"steps": steps, "gradients": gradients[0], "weights": weights, "last weights": weights_of(run)}
     return result | {"alike": alike(run), "entered": entered}

@@ -156,7 +156,7 @@ def run_training(case: Case, world: Any, meshes: dict, driver: Driver) -> dict:
             wait_for_gpu()
             torch.distributed.barrier()
     finally:
-        for loader in filter(None, run.loaders):
+        for loader in filter(None, getattr(run, "loaders", None) or run.data.loaders):
             loader.close()
         log.close()
         for number in (signal.SIGTERM, signal.SIGINT):  # the run's handlers keep all of it in memory

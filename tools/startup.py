@@ -8,6 +8,7 @@ end of each part, which a run does not.
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -24,14 +25,14 @@ RUN = "startup"  # its folder in runs/
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "triton", "matplotlib", "torch.distributed.tensor")
 # What train.py calls -> the part that ends with it, in order. Of several calls the last counts.
 PARTS = {
-    "settings": "settings",
-    "claim": "CUDA context, ranks",
-    "choose_tokenizer": "tokenizer",
-    "build_datasets": "data",
-    "data_lines": "first lines of the log",
-    "install": "model",
-    "build_optimizer": "optimizer",
-    "load_checkpoint": "checkpoint",
+    "train.settings": "settings",
+    "nanomegatron.launch.rank.claim": "CUDA context, ranks",
+    "nanomegatron.launch.data.choose_tokenizer": "tokenizer",
+    "nanomegatron.launch.data.build_datasets": "data",
+    "train.data_lines": "first lines of the log",
+    "train.install": "model",
+    "train.build_optimizer": "optimizer",
+    "train.load_checkpoint": "checkpoint",
 }
 
 
@@ -96,8 +97,10 @@ def child(path: Path, started: float, argv: list[str]) -> int:
     import train
 
     mark("import train")
-    for name, part in PARTS.items():
-        setattr(train, name, marked(getattr(train, name), part, mark))
+    for place, part in PARTS.items():
+        module, name = place.rsplit(".", 1)
+        module = importlib.import_module(module)
+        setattr(module, name, marked(getattr(module, name), part, mark))
     launch_step = train.train_step
 
     def first_step(run: Any) -> None:

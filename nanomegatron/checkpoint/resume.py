@@ -39,95 +39,122 @@ from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_progress, why_no_checkpoint
 from nanomegatron.data.identity import data_changes
 from nanomegatron.faults.alive import why_dead
-from nanomegatron.faults.health import BadSteps
-from nanomegatron.run import Run, due
+from nanomegatron.faults.health import BadSteps, Health
+from nanomegatron.faults.signals import Signals
+from nanomegatron.report.steps import Reporter, StepReport
+from nanomegatron.step import Numbers, Observer, Training, due
 
 
-def new_saver(run: Run) -> Saver:
-    """Make what saves this run's checkpoints, and logs each one; removes what a killed run has left."""
+class Checkpoints(Observer):
+    """Saves a training when it is due, and sees to it that a save that is in flight goes well."""
 
-    def published(iteration: int) -> None:
-        run.log.line(f"saved   {run.config.checkpoint.save}, step {iteration}")
-        run.log.status("running", iteration=iteration, checkpoint=run.config.checkpoint.save)
+    def __init__(self, run: Training, reporter: Reporter, health: Health, signals: Signals) -> None:
+        """Removes what a killed run has left."""
+        self.run = run
+        self.config = run.config.checkpoint
+        self.reporter = reporter
+        self.health = health
+        self.signals = signals
+        main = run.mesh.rank == 0
+        if main:
+            with run.log.attempt("removal of what killed saves have left"):
+                remove_leftovers(Path(self.config.save))
+        warn = run.log.warn if main else run.log.line
+        self.saver = Saver(self.config, run.mesh, self.pieces(), warn, self.published)
 
-    warn = run.log.warn if run.mesh.rank == 0 else run.log.line
-    if run.mesh.rank == 0:
-        with run.log.attempt("removal of what killed saves have left"):
-            remove_leftovers(Path(run.config.checkpoint.save))
-    return Saver(run.config.checkpoint, run.mesh, saved_pieces(run), warn, published)
+    def published(self, iteration: int) -> None:
+        """Log a checkpoint that is there."""
+        self.run.log.line(f"saved   {self.config.save}, step {iteration}")
+        self.run.log.status("running", iteration=iteration, checkpoint=self.config.save)
+
+    def before_sync(self) -> Numbers:
+        return {"save_failed": float(self.saver.failed)}
+
+    def before_update(self) -> Numbers:
+        self.saver.wait_copies()  # from here on the states change
+        return {}
+
+    def after_step(self, step: StepReport) -> None:
+        self.saver.poll(step.numbers["save_failed"] > 0, pending=self.reporter.pending is not None)
+
+    def save_if_due(self) -> None:
+        """Save, or begin to, if an interval says so; the last iteration is left to `save_last`."""
+        progress = self.run.progress
+        iteration = progress.iteration
+        persistent = due(self.config.save_interval, iteration)
+        last = progress.stop or iteration == self.run.config.run.train_iters
+        if not last and (persistent or due(self.config.non_persistent_save_interval, iteration)):
+            self.save(persistent)
+
+    def save_last(self) -> None:
+        """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError.
+
+        Raises BadSteps, on all ranks, if the run ends in bad steps, unless a signal has ended it: then the
+        steps since the last save are left to the next start, which continues the count of bad steps.
+        """
+        self.saver.finish()
+        if self.saver.saved < self.run.progress.iteration:
+            self.save(last=True)
+        self.saver.finish(last=True)
+        self.saver.close()
+
+    def pieces(self) -> list[Piece]:
+        """Collect what a checkpoint of this run holds."""
+        states = {} if self.config.no_save_optim else self.run.optimizer.states()
+        return all_pieces(self.run, states)[0]
+
+    def save(self, persistent: bool = True, last: bool = False) -> None:
+        """Save everything that the next run needs to continue to the bit; waits for the step in flight.
+
+        With --async-save it is only begun. Arguments: as for `Saver.save`. A spike that a rollback undoes is
+        not saved, nor is anything while steps are bad or weights are dead (faults/alive.py): a warning says
+        so. Raises BadSteps, on all ranks, if a tensor is not finite, or if the last save of a run would be
+        left out, and FolderLost if --save was removed or moved.
+        """
+        run = self.run
+        health = self.health
+        iteration = run.progress.iteration
+        self.signals.check_folders(run.mesh, "--save")
+        run.buckets.wait_params()
+        pieces = self.pieces()
+        finite = health.finite(pieces)  # launched behind the step in flight
+        self.reporter.flush()
+        if health.spike is not None and not last:
+            return
+        health.check_pieces(*finite, iteration)
+        bad = health.streak.now
+        why = health.bad_steps() if bad else why_dead(run, health)
+        if why:
+            if last and not run.progress.preempted:
+                text = f"{why}. {health.advice()}" if bad else why
+                raise BadSteps(f"step {iteration}, the last, is not saved: {text}")
+            if run.mesh.rank == 0:
+                run.log.warn(f"step {iteration} is not saved: {why}")
+            return
+        state = state_of(run) | {"health": health.state()}
+        self.saver.save(iteration, pieces, state, to_toml(run.config), persistent, last)
 
 
-def save_if_due(run: Run) -> None:
-    """Save after an iteration, or begin to, if an interval says so; the last one is left to `save_last`."""
-    config, iteration = run.config.checkpoint, run.iteration
-    persistent = due(config.save_interval, iteration)
-    last = run.stop or iteration == run.config.run.train_iters
-    if not last and (persistent or due(config.non_persistent_save_interval, iteration)):
-        save_checkpoint(run, persistent)
-
-
-def save_last(run: Run) -> None:
-    """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError.
-
-    Raises BadSteps, on all ranks, if the run ends in bad steps, unless a signal has ended it: then the steps
-    since the last save are left to the next start, which continues the count of bad steps.
-    """
-    run.saver.finish()
-    if run.saver.saved < run.iteration:
-        save_checkpoint(run, last=True)
-    run.saver.finish(last=True)
-    run.saver.close()
-
-
-def saved_pieces(run: Run) -> list[Piece]:
-    """Collect what a checkpoint of this run holds."""
-    return all_pieces(run, {} if run.config.checkpoint.no_save_optim else run.optimizer.states())[0]
-
-
-def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> None:
-    """Save everything that the next run needs to continue to the bit; waits for the step in flight.
-
-    With --async-save it is only begun. Arguments: as for `Saver.save`. A spike that a rollback undoes is not
-    saved, nor is anything while steps are bad or weights are dead (faults/alive.py): a warning says so.
-    Raises BadSteps, on all ranks, if a tensor is not finite, or if the last save of a run would be left out,
-    and FolderLost if --save was removed or moved.
-    """
-    run.signals.check_folders(run.mesh, "--save")
-    run.buckets.wait_params()
-    pieces = saved_pieces(run)
-    finite = run.health.finite(pieces)  # launched behind the step in flight
-    run.flush_report()
-    if run.health.spike is not None and not last:
-        return
-    run.health.check_pieces(*finite, run.iteration)
-    health = run.health
-    bad, why = health.streak.now, ""
-    if bad or (why := why_dead(run)):
-        text = f"{health.bad_steps()}. {health.advice()}" if bad else why
-        if last and not run.preempted:
-            raise BadSteps(f"step {run.iteration}, the last, is not saved: {text}")
-        if run.mesh.rank == 0:
-            run.log.warn(f"step {run.iteration} is not saved: {health.bad_steps() if bad else why}")
-        return
-    state = {
-        "iteration": run.iteration,
-        "consumed_samples": run.consumed_samples,
-        "skipped_samples": run.skipped_samples,
-        "data_samples": run.data_samples,
+def state_of(run: Training) -> dict:
+    """Collect what a checkpoint keeps of a training besides tensors and the health's window."""
+    progress = run.progress
+    return {
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "skipped_samples": progress.skipped_samples,
+        "data_samples": run.data.samples,
         "optimizer": run.optimizer.scalars(),
         "seed": run.config.run.seed,
-        "data": run.data,
-        "tokenizer": run.tokenizer.spec,
-        "tokenizer_fingerprint": run.tokenizer.fingerprint,
+        "data": run.data.identity,
+        "tokenizer": run.data.tokenizer.spec,
+        "tokenizer_fingerprint": run.data.tokenizer.fingerprint,
         "circumstances": environment_info(run),
-        "health": run.health.state(),
-        "skipped_iterations": sorted(run.skipped_iterations),
-        "evaluated": run.evaluated,
+        "skipped_iterations": sorted(progress.skipped_iterations),
+        "evaluated": progress.evaluated,
     }
-    run.saver.save(run.iteration, pieces, state, to_toml(run.config), persistent, last)
 
 
-def environment_info(run: Run) -> dict:
+def environment_info(run: Training) -> dict:
     """Return hardware and layout: a resumed run gives the same bits only where they are the same."""
     mesh = run.mesh
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
@@ -137,14 +164,14 @@ def environment_info(run: Run) -> dict:
     return {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
 
 
-def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
+def all_pieces(run: Training, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
     """Collect what a checkpoint holds, with the optimizer's `states` -> pieces, copied FP8 scales `[...]`"""
     fp8 = {f"fp8/{name}": x for name, x in fp8_state(run.model.scales).items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
     return training_pieces(run.model.parameters(), states, run.mesh) + small, fp8
 
 
-def load_checkpoint(run: Run) -> None:
+def load_checkpoint(run: Training, health: Health | None = None) -> None:
     """Resume from the folder that `find_source` chooses: a checkpoint, or a Hugging Face folder.
 
     Raises CheckpointError if --load names a folder without a checkpoint, unless that is --save's, too.
@@ -188,15 +215,16 @@ def load_checkpoint(run: Run) -> None:
     if only_weights:
         keep_source(run, root)
     else:
-        restore_progress(run, root, loaded.state)
+        restore_progress(run, root, loaded.state, health)
     if source.upcycling:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if states:
         run.optimizer.load_scalars(loaded.state["optimizer"])
         good_steps = loaded.state["optimizer"]["good_steps"]
+        done = run.progress
         log_notes(
             run,
-            value_changes(loaded.config_toml, run.config, run.samples_before, run.iteration, good_steps),
+            value_changes(loaded.config_toml, run.config, done.samples_before, done.iteration, good_steps),
         )
     elif run.optimizer:
         run.optimizer.reset_main()
@@ -212,20 +240,20 @@ def load_checkpoint(run: Run) -> None:
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
-    run.log.status("running", iteration=run.iteration, checkpoint=root)
+    run.log.status("running", iteration=run.progress.iteration, checkpoint=root)
 
 
-def note_new_schedule(run: Run) -> None:
+def note_new_schedule(run: Training) -> None:
     """Say of a run without the optimizer's states that its schedule begins again."""
-    left = run.config.run.train_iters - run.iteration
+    left = run.config.run.train_iters - run.progress.iteration
     if 0 < left < run.config.run.train_iters:
         lr = float(run.optimizer.values[0, 0])
-        what = f"the schedule begins again, step {run.iteration + 1} has the rate of step 1, {lr:g}"
+        what = f"the schedule begins again, step {run.progress.iteration + 1} has the rate of step 1, {lr:g}"
         how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
         log_notes(run, [f"--no-load-optim: {what}; {how}"])
 
 
-def check_model(run: Run, source: LoadSource, saved: str) -> None:
+def check_model(run: Training, source: LoadSource, saved: str) -> None:
     """Raise ConfigError if a checkpoint's settings (TOML) are of another model. Gathers a text over world."""
     try:
         errors, notes = model_changes(from_toml(saved), run.config, source)
@@ -238,23 +266,26 @@ def check_model(run: Run, source: LoadSource, saved: str) -> None:
     warn_once(run, [f"{source.root} is of another model: {note}" for note in [*errors, *notes]])
 
 
-def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
+def check_data(run: Training, root: str, state: dict, resumes: bool) -> None:
     """Compare a checkpoint's data and tokenizer with this run's; gathers a text over world.
 
     Raises ConfigError on all ranks if a run `resumes` on other data without --allow-data-change. Where only
     weights are loaded any data may be used; another tokenizer is a warning.
     """
-    changes = data_changes(state["data"], run.data) if "data" in state and run.data and resumes else []
+    tokenizer = run.data.tokenizer
+    changes = []
+    if "data" in state and run.data.identity and resumes:
+        changes = data_changes(state["data"], run.data.identity)
     changes = all_gather_text("\n".join(changes), run.mesh.world, run.mesh.device)[0].splitlines()
-    if state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
-        changes.append(f"tokenizer {state.get('tokenizer')} -> {run.tokenizer.spec}, which gives other ids")
+    if state.get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
+        changes.append(f"tokenizer {state.get('tokenizer')} -> {tokenizer.spec}, which gives other ids")
     if changes and resumes and not run.config.checkpoint.allow_data_change:
         fix = "give the same; --allow-data-change resumes on these, --finetune starts at step 0"
         raise ConfigError([f"{root} was trained on other data: {fix}", *changes])
     warn_once(run, [f"{root} was trained on other data: {change}" for change in changes])
 
 
-def warn_once(run: Run, notes: list[str]) -> None:
+def warn_once(run: Training, notes: list[str]) -> None:
     """Warn of ten notes, on other ranks of those that rank 0 does not have; gathers a text over world."""
     notes = some(notes)
     first = all_gather_text("\n".join(notes), run.mesh.world, run.mesh.device)[0]
@@ -263,26 +294,28 @@ def warn_once(run: Run, notes: list[str]) -> None:
             run.log.warn(note)
 
 
-def restore_progress(run: Run, root: str, state: dict) -> None:
+def restore_progress(run: Training, root: str, state: dict, health: Health | None = None) -> None:
     """Set the iteration and the skipped samples to those of a checkpoint's state.
 
     Raises ValueError if by then this run would have consumed another number of samples.
     """
-    run.iteration, run.skipped_samples = state.get("iteration", 0), state.get("skipped_samples", 0)
-    run.skipped_iterations = set(state.get("skipped_iterations", ()))
-    run.evaluated = state.get("evaluated", run.iteration)
-    if run.health:
-        run.health.load(state.get("health", []))
-    done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
-    if not done and state["consumed_samples"] != run.consumed_samples:
+    progress = run.progress
+    progress.iteration = state.get("iteration", 0)
+    progress.skipped_samples = state.get("skipped_samples", 0)
+    progress.skipped_iterations = set(state.get("skipped_iterations", ()))
+    progress.evaluated = state.get("evaluated", progress.iteration)
+    if health:
+        health.load(state.get("health", []))
+    done = run.progress.iteration >= len(run.progress.samples_before) or run.config.run.eval_only
+    if not done and state["consumed_samples"] != run.progress.consumed_samples:
         raise ValueError(
             f"--global-batch-size {run.config.data.global_batch_size}: {root} has consumed "
-            f"{state['consumed_samples']} samples in {run.iteration} iterations, this run "
-            f"{run.consumed_samples}; keep its batch sizes, or start at iteration 0 with --finetune"
+            f"{state['consumed_samples']} samples in {run.progress.iteration} iterations, this run "
+            f"{run.progress.consumed_samples}; keep its batch sizes, or start at iteration 0 with --finetune"
         )
 
 
-def load_hf_folder(run: Run, source: LoadSource) -> None:
+def load_hf_folder(run: Training, source: LoadSource) -> None:
     """Load a Hugging Face model's weights; upcycling fills experts with its MLPs. Raises ValueError."""
     parameters, model = run.model.parameters, run.config.model
     notes = load_weights(source.root, parameters(), model, run.model.vocab_size, source.upcycling)
@@ -295,9 +328,9 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
     run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
 
 
-def tokenizer_notes(run: Run, root: str) -> list[str]:
+def tokenizer_notes(run: Training, root: str) -> list[str]:
     """Return a note if a Hugging Face folder has another tokenizer than the data."""
-    ours = run.tokenizer
+    ours = run.data.tokenizer
     try:
         theirs = folder_tokenizer(Path(root), run.model.vocab_size)
     except ValueError:  # it cannot be read: nothing to compare with
@@ -307,7 +340,7 @@ def tokenizer_notes(run: Run, root: str) -> list[str]:
     return [f"the data's tokenizer is a {ours.spec['type']}, not that of {root}: its ids may be others"]
 
 
-def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
+def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> None:
     """Load a Megatron-LM checkpoint: to resume at its iteration if it has optimizer states, else its weights.
 
     Raises CheckpointError, or ValueError if by then this run would have consumed another number of samples.
@@ -323,24 +356,24 @@ def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
     log_notes(run, divide_outputs(run.model.parameters(), model) if source.upcycling else [])
     if resumes:
         iteration, samples = megatron_progress(folder)
-        run.iteration = iteration
-        consumed = run.consumed_samples if samples is None else samples
+        run.progress.iteration = iteration
+        consumed = run.progress.consumed_samples if samples is None else samples
         restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
     if states:
-        run.optimizer.load_scalars(run.optimizer.scalars() | {"good_steps": run.iteration})
+        run.optimizer.load_scalars(run.optimizer.scalars() | {"good_steps": run.progress.iteration})
     elif run.optimizer:
         run.optimizer.reset_main()
-    step = f", step {run.iteration}" if resumes else ", its weights"
+    step = f", step {run.progress.iteration}" if resumes else ", its weights"
     run.log.line(f"loaded  {folder} of Megatron-LM{step}{', each expert as the MLP' * source.upcycling}")
 
 
-def keep_source(run: Run, root: str) -> None:
+def keep_source(run: Training, root: str) -> None:
     """Copy a Hugging Face model's files beside its weights to --save/hf, for a later export."""
     if run.mesh.rank == 0 and not run.config.run.eval_only:
         keep_source_files(root, Path(run.config.checkpoint.save) / "hf")
 
 
-def log_notes(run: Run, notes: list[str]) -> None:
+def log_notes(run: Training, notes: list[str]) -> None:
     """Log each note as a line."""
     for note in notes:
         run.log.line(f"note    {note}")

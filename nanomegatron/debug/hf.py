@@ -18,8 +18,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.debug.compare import INITIAL, UNREDUCED
 from nanomegatron.debug.gather import Recorded
 from nanomegatron.debug.record import watched
-from nanomegatron.run import Run
-from nanomegatron.step import step_batches
+from nanomegatron.step import Training
 
 OTHERS = ("experts", "router", "position_embeddings")  # whose activations have no counterpart
 
@@ -37,7 +36,7 @@ def load_transformers(folder: str, dtype: torch.dtype) -> torch.nn.Module:
 class HfRecorder:
     """Records the forward and backward of transformers' model on the batches of our run, as `pieces`."""
 
-    def __init__(self, run: Run, folder: str) -> None:
+    def __init__(self, run: Training, folder: str) -> None:
         config = run.config
         self.run, self.pieces, self.samples = run, [], torch.arange(0)
         self.model = load_transformers(folder, getattr(torch, config.dtype_name))
@@ -89,7 +88,7 @@ class HfRecorder:
         for part in self.parts:
             self._add_param(INITIAL, part.name, self.model.state_dict())
         batch = self.run.next_batch()
-        batches = list(step_batches(self.run, self.run.loaders[0], batch.first, batch.size))
+        batches = self.run.read(batch)
         tokens = sum(each.loss_mask.sum() for each in batches)
         for each in batches:
             self.samples = each.sample_ids - batch.first

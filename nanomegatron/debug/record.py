@@ -25,7 +25,7 @@ from torch import nn
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import module_states
-from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED
+from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED, UPDATED
 from nanomegatron.debug.gather import Copy, Order, Recorded
 from nanomegatron.dp import Bucket
 from nanomegatron.model import GPTModel
@@ -33,8 +33,8 @@ from nanomegatron.moe import GroupedExperts
 from nanomegatron.param import Part
 from nanomegatron.pp import NoTracer
 from nanomegatron.router import Router
-from nanomegatron.run import Run
 from nanomegatron.schedules import Op
+from nanomegatron.step import GlobalBatch, Numbers, Observer, Training
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 
@@ -66,10 +66,10 @@ def watched(x: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tens
     return view
 
 
-class Recorder(NoTracer):
+class Recorder(NoTracer, Observer):
     """What this rank computes, as `pieces`; `order`: the place of each input and output in the forward."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         self.run, self.mesh, self.step = run, run.mesh, 0
         self.pieces: list[Recorded] = []
         self.order: Order = {}
@@ -88,6 +88,28 @@ class Recorder(NoTracer):
                     module.register_forward_pre_hook(partial(self._before, name))
                     module.register_forward_hook(partial(self._after, name))
         run.buckets.before_reduce["record"] = self._before_reduce
+
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        self.batches = microbatches
+        self.first_sample = batch.first
+        self.step = batch.iteration - 1
+        self.seen.clear()
+        self.inside = ["decoder"]
+
+    def before_sync(self) -> Numbers:
+        self.inside = ["dp"]
+        return {}
+
+    def before_update(self) -> Numbers:
+        self.add_gradients()
+        self.inside = ["optimizer"]
+        return {}
+
+    def finish(self, numbers: Numbers) -> None:
+        """Record what the update has made. numbers: those of `train_step`."""
+        self._add_whole(NORM, "optimizer", numbers["grad_norm"])
+        self.add_weights(UPDATED)
+        self.inside = ["batch"]
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
@@ -181,7 +203,7 @@ class Recorder(NoTracer):
             if len(x) * tp.size != len(places):
                 return  # half a microbatch: its layer is recorded whole
             places = places.chunk(tp.size)[tp.rank]
-        samples = batch.sample_ids.cpu() - self.run.next_batch().first
+        samples = batch.sample_ids.cpu() - self.first_sample
         place = [samples, places, torch.arange(first, first + x.shape[2])]
         self.pieces.append(
             Recorded(
@@ -238,10 +260,6 @@ class Recorder(NoTracer):
             own = ((axis.name, axis.rank),) if axis.size > 1 else ()
             for part in param.spec.parts:
                 self._add_param(kind, part, 0, part.view(param), (*_copies(part), *own))
-
-    def add_norm(self, norm: torch.Tensor) -> None:
-        """Record the gradient norm `[]` that the optimizer has computed."""
-        self._add_whole(NORM, "optimizer", norm)
 
     def _add_whole(self, kind: str, name: str, x: torch.Tensor) -> None:
         """Record x `[n]` or `[]`, which every rank has."""

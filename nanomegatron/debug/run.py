@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanomegatron import comm
 from nanomegatron.build import build, build_optimizer, install, paths_for, pick_schedules
 from nanomegatron.checkpoint.hf import load_weights
 from nanomegatron.config.batch import samples_before
@@ -23,7 +22,7 @@ from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
-from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference, noise_levels
+from nanomegatron.debug.compare import INITIAL, Comparison, Difference, noise_levels
 from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
 from nanomegatron.debug.hf import HfRecorder
 from nanomegatron.debug.record import Recorder
@@ -33,10 +32,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.pp import ModelChunks, execute
-from nanomegatron.report.counters import ExpertLoad
-from nanomegatron.router import move_expert_biases
-from nanomegatron.run import Run
-from nanomegatron.step import build_loaders, forward_step, step_batches, token_count, warm_up_step
+from nanomegatron.step import Progress, Training, TrainingData, build_loaders, train_step, warm_up_step
 
 SEEDS = (0, 1, 2)  # of the perturbation; 0: none
 MOST_SECONDS = 1800.0  # after which a run is ended
@@ -64,10 +60,11 @@ def checked(argv: list[str], size: int, device: str) -> Config:
     return resolve(parsed.config, size)
 
 
-def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
+def build_run(config: Config, mesh: Mesh, seed: int) -> Training:
     """Build what a training step needs. seed: of the noise that is added to the weights, 0 for none."""
     torch.set_deterministic_debug_mode("error" if mesh.device.type == "cpu" else "default")
-    data, before = config.data, samples_before(config, mesh.dp.size)
+    data = config.data
+    before = samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size
     datasets = build_datasets(data, (before[-1], 0, 0), config.run.seed, tokenizer)
@@ -83,22 +80,8 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
     grads, optimizer = build_optimizer(
         model, config, mesh, step_values(config, before, pick_schedules), paths
     )
-    return Run(
-        config,
-        mesh,
-        log=None,
-        tokenizer=tokenizer,
-        datasets=datasets,
-        loaders=loaders,
-        model=model,
-        buckets=grads,
-        optimizer=optimizer,
-        samples_before=before,
-        data_samples=[],
-        profile=None,
-        reporter=None,
-        health=None,
-    )
+    data = TrainingData(tokenizer, datasets, loaders, [])
+    return Training(config, mesh, None, data, model, grads, optimizer, Progress(before))
 
 
 @torch.no_grad()
@@ -109,37 +92,6 @@ def perturb(model: ModelChunks, seed: int) -> None:
             init = Init(seed, device=param.device, std=torch.finfo(param.dtype).eps)
             own = part.view(param)
             own.copy_(own.float() * (1 + part.of(draw_normal(part.name, part.shape, init))))
-
-
-def record_step(run: Run, recorder: Recorder) -> None:
-    """Do one step of the training as `train.train_step` does, and record it."""
-    batch = run.next_batch()
-    torch.manual_seed(run.config.run.seed + 1_000_003 * run.iteration + run.mesh.rank)
-    batches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
-    recorder.batches, recorder.step = batches, run.iteration
-    recorder.seen.clear()
-    load = ExpertLoad(run.model, run.config.model, run.mesh) if run.config.model.num_experts else None
-    if load:
-        load.begin()
-    run.buckets.zero_grad_buffer(len(batches))
-    loss = torch.zeros((), device=run.mesh.device)
-    step, data = forward_step(run, batches, token_count(run, batches), loss), run.config.data
-    shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
-    recorder.inside = ["decoder"]
-    execute(run.model, step, len(batches), shape, tracer=recorder)
-    recorder.inside = ["dp"]
-    run.buckets.finish_grad_sync()
-    recorder.add_gradients()
-    if load and run.config.model.moe_router_enable_expert_bias:
-        move_expert_biases(load.routers, load.own_kept_tokens(load.end(batch.tokens)))
-    recorder.inside = ["optimizer"]
-    local = loss if run.model.is_loss_rank else torch.zeros_like(loss)
-    if run.model.scales is not None:
-        run.model.scales.end_step()
-    recorder.add_norm(run.optimizer.step(comm.all_reduce(local, run.mesh.world)).grad_norm)
-    recorder.add_weights(UPDATED)
-    recorder.inside = ["batch"]
-    run.iteration += 1
 
 
 def record_rank(
@@ -169,17 +121,20 @@ def record_rank(
         if run.model.on_gpu and mesh.pp.size > 1:
             warm_up_step(run)
         recorder = Recorder(run)
+        run.observers.append(recorder)
+        run.execute = partial(execute, tracer=recorder)
         try:
             recorder.add_weights(INITIAL)
-            while run.iteration < config.run.train_iters:
-                record_step(run, recorder)
+            while run.progress.iteration < config.run.train_iters:
+                recorder.finish(train_step(run))
+                run.progress.iteration += 1
         except Exception as error:
             place = folder / f"failed{world.rank:05d}"
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(json.dumps([recorder.step, recorder.inside[-1], repr(error)]), encoding="utf-8")
             raise
         finally:  # what a step has computed before it failed may say why
-            run.loaders[0].close()
+            run.data.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
             say(f", {time.perf_counter() - start:.1f} s")
     if hf:

@@ -14,14 +14,14 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
-from nanomegatron.run import Run
-from nanomegatron.step import forward_step, step_batches, token_count
+from nanomegatron.faults.health import Health
+from nanomegatron.step import Training
 
 
-def why_dead(run: Run) -> str:
+def why_dead(run: Training, health: Health) -> str:
     """Return what is wrong with the weights; "" if they are alive. All ranks call this; the host waits."""
-    finished = run.health.last_good or run.iteration
-    repeated = min(max(finished, 1), len(run.samples_before) - 1)
+    finished = health.last_good or run.progress.iteration
+    repeated = min(max(finished, 1), len(run.progress.samples_before) - 1)
     loss, norm = repeat_step(run, repeated)
     if math.isfinite(loss) and math.isfinite(norm):
         return ""
@@ -29,33 +29,30 @@ def why_dead(run: Run) -> str:
     return f"{what}: an update has made them unusable (see --lr, --clip-grad)"
 
 
-def repeat_step(run: Run, iteration: int) -> tuple[float, float]:
+def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     """Return loss and gradient norm of an iteration's samples with the weights as they are; no update.
 
     The loss scale of fp16 is the smallest, with which healthy gradients do not overflow. Communicates as a
     step does.
     """
-    now, scaler, scales = run.iteration, run.optimizer.scaler, run.model.scales
+    now = run.progress.iteration
+    scaler = run.optimizer.scaler
+    scales = run.model.scales
     scale = scaler.scale
     fp8 = fp8_state(scales)
-    run.iteration = iteration - 1
+    run.progress.iteration = iteration - 1
     if scaler.dynamic:
         scaler.scale = torch.full_like(scale, scaler.minimum)
-    batch = run.next_batch()
-    microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
+    microbatches = run.read(run.next_batch())
     run.mesh.traffic.start_step(launching=run.mesh.device.type == "cuda")
     run.buckets.zero_grad_buffer(len(microbatches))
-    total = torch.zeros((), device=run.mesh.device)
-    step = forward_step(run, microbatches, token_count(run, microbatches), total)
-    data = run.config.data
-    shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
-    run.forward_backward(run.model, step, len(microbatches), shape)
+    local = run.forward_backward(microbatches)
     run.buckets.finish_grad_sync()
-    loss = comm.all_reduce_(total if run.model.is_loss_rank else torch.zeros_like(total), run.mesh.world)
-    numbers = torch.stack((loss, run.optimizer.grad_norm()))
-    loss, norm = comm.read(numbers, run.mesh.world)
+    total = run.over_world(local, {})["lm_loss"]
+    loss, norm = comm.read(torch.stack((total, run.optimizer.grad_norm())), run.mesh.world)
     run.mesh.traffic.end_step()
-    run.iteration, scaler.scale = now, scale
+    run.progress.iteration = now
+    scaler.scale = scale
     if scales is not None:
         scales.discard_step()
         load_fp8_state(scales, fp8)

@@ -1,4 +1,7 @@
-"""Python's garbage collection, after the same steps on all ranks: --manual-gc, --manual-gc-interval.
+"""What is released on purpose: GPU memory that torch caches, Python's circles of objects.
+
+--empty-unused-memory-level 1: cached memory after forward and backward; 2: also after the update, before the
+next step. Python's garbage collection, after the same steps on all ranks: --manual-gc, --manual-gc-interval.
 
     Python's own   rank 0    | step 1 | step 2 .. collect .. | step 3 | ...
                    rank 1    | step 1 | step 2     waits     | step 3 | ...
@@ -14,7 +17,11 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import RunConfig
+from nanomegatron.step import GlobalBatch, Numbers, Observer
 
 
 @contextmanager
@@ -31,3 +38,19 @@ def manual_gc(config: RunConfig) -> Iterator[Callable[[int], None]]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+class EmptyCache(Observer):
+    """--empty-unused-memory-level: releases the GPU memory that torch caches."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        if self.level >= 2:
+            torch.cuda.empty_cache()
+
+    def before_sync(self) -> Numbers:
+        if self.level >= 1:
+            torch.cuda.empty_cache()
+        return {}

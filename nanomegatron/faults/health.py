@@ -25,15 +25,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.comm import all_gather_text
-from nanomegatron.config.faults import FaultConfig
 from nanomegatron.faults.streak import Streak
-from nanomegatron.mesh import Mesh
-from nanomegatron.optim import FLOAT_MAX, Optimizer
-from nanomegatron.report.log import RunLog
-from nanomegatron.report.steps import StepNumbers
+from nanomegatron.optim import FLOAT_MAX
+from nanomegatron.report.steps import StepNumbers, StepReport
 from nanomegatron.report.writers import too_large
+from nanomegatron.step import GlobalBatch, Observer, Training
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
@@ -54,30 +53,33 @@ class MachineFault(Exception):
     """
 
 
-class Health:
+class Health(Observer):
     """Judges the numbers of each step on the host; `limits` are what the device judges the next step by."""
 
-    def __init__(
-        self,
-        config: FaultConfig,
-        mesh: Mesh,
-        log: RunLog,
-        optimizer: Optimizer,
-        streak: Streak | None = None,
-    ) -> None:
+    def __init__(self, run: Training, streak: Streak | None = None) -> None:
         """streak: the bad steps before this start of the run; None: none, and none are kept."""
-        self.config, self.optimizer = config, optimizer
-        self.mesh, self.log = mesh, log
+        self.config = run.config.faults
+        self.optimizer = run.optimizer
+        self.mesh = run.mesh
+        self.log = run.log
+        self.progress = run.progress
         self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
         self.culprit = ""  # what was not finite in the last bad step
         self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
 
-    def checks_states(self, iteration: int) -> bool:
-        """Whether this iteration looks at weights and moments before its update."""
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        """Give the optimizer what it judges the step by: weights and moments if it is time, limits."""
         every = self.config.check_states_interval
-        return bool(every) and iteration % every == 0
+        self.optimizer.checks_states = bool(every) and batch.iteration % every == 0
+        self.set_limits(batch.iteration)
+
+    def after_step(self, step: StepReport) -> None:
+        self.judge(step.judged())
+        if self.spike and self.config.on_spike == "skip":
+            self.progress.skipped_samples += step.batch.size
+            self.spike = None
 
     def set_limits(self, iteration: int) -> None:
         """Give the device the limits of the iteration that is launched next, if it has to judge them."""

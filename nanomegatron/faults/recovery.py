@@ -18,17 +18,17 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
-from nanomegatron.checkpoint.resume import load_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.comm import all_gather_text
-from nanomegatron.faults.health import BadSteps, MachineFault
-from nanomegatron.report.steps import StepReport
-from nanomegatron.run import Run
+from nanomegatron.faults.health import BadSteps, Health, MachineFault
+from nanomegatron.report.steps import Reporter, StepReport
+from nanomegatron.step import Training
 
 BEFORE = 7  # steps before a spike whose samples are skipped, too
 MOST_ROLLBACKS = 3  # to the same checkpoint
 
 
-def small_state(run: Run) -> Callable[[], None]:
+def small_state(run: Training) -> Callable[[], None]:
     """Copy the small state that even a step without an update changes -> a function that restores it.
 
     That is FP8 scales, biases of routers and the loss scale. The parameters are not copied.
@@ -48,26 +48,27 @@ def small_state(run: Run) -> Callable[[], None]:
     return restore
 
 
-def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepReport:
-    """Do `train_step`, and once more if its numbers are suspicious; the host waits for the step.
+def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepReport:
+    """Launch a step, and once more if its numbers are suspicious; the host waits for the step.
 
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
+    health = run.observers.of(Health)
     looks = run.buckets.before_reduce
     looks["again"] = lambda bucket: sums.append(  # of the bits, which differs if one value does
         bucket.grads.view(torch.int16).sum(dtype=torch.int64)
     )
-    first = train_step(run)
-    health, numbers = run.health, run.reporter.numbers(first)
+    first = launch()
+    numbers = first.judged()
     if not health.suspicious(numbers):
         return first
-    before, iteration = sums.copy(), run.iteration + 1
+    before, iteration = sums.copy(), run.progress.iteration + 1
     sums.clear()
     rewind()
     health.lifted = run.config.faults.on_spike == "warn"
-    second = train_step(run)
-    run.reporter.numbers(second)  # waits
+    second = launch()
+    second.read()  # waits
     health.lifted = False
     same = [torch.equal(a, b) for a, b in zip(before, sums, strict=True)]
     text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
@@ -81,24 +82,27 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
     return second
 
 
-def roll_back(run: Run) -> None:
+def roll_back(run: Training) -> None:
     """Return to the last checkpoint, and skip the samples around the spike from then on.
 
     Raises BadSteps, on all ranks, if there is no checkpoint, or after MOST_ROLLBACKS from the same one.
     """
-    spike, skipped = run.health.spike, run.skipped_iterations
-    run.flush_report()
-    run.saver.finish()
+    health = run.observers.of(Health)
+    spike = health.spike
+    progress = run.progress
+    skipped = progress.skipped_iterations
+    run.observers.of(Reporter).flush()
+    run.observers.of(Checkpoints).saver.finish()
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
     if newest < 0:
         fix = "give --save-interval, or --on-spike skip"
         raise BadSteps(f"step {spike}: a spike, and no checkpoint to return to in {folder}: {fix}")
-    run.rollbacks[newest] += 1
-    if run.rollbacks[newest] > MOST_ROLLBACKS:
+    progress.rollbacks[newest] += 1
+    if progress.rollbacks[newest] > MOST_ROLLBACKS:
         raise BadSteps(f"step {spike}: a spike after {MOST_ROLLBACKS} returns to step {newest}; see --lr")
-    load_checkpoint(run)
+    load_checkpoint(run, health)
     around = range(max(newest, spike - BEFORE - 1) + 1, spike + 1)
-    run.skipped_iterations |= skipped | set(around)
-    run.log.rewind(run.iteration)
+    progress.skipped_iterations |= skipped | set(around)
+    run.log.rewind(progress.iteration)
     run.log.warn(f"rolled back to step {newest}; the samples of steps {around[0]} to {spike} will be skipped")

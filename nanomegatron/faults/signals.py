@@ -27,6 +27,8 @@ from nanomegatron.faults.launch import ECHO, passed_on, take_signals
 from nanomegatron.faults.lock import FolderLost, Held, Locks
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.steps import StepReport
+from nanomegatron.step import Numbers, Observer, Training
 
 PREEMPTED = 75  # exit code
 
@@ -112,6 +114,37 @@ class Signals:
             what = "; ".join(f"{each.name}: {each.folder} {each.lost()}" for each in lost)
             fix = "put it back and the same command resumes from the last save, or give another --run-name"
             raise FolderLost(f"{what}; nothing more is written there; {fix}")
+
+
+class Stops(Observer):
+    """Ends a training, after a step on all ranks, for a signal or --exit-duration-in-mins on any of them."""
+
+    def __init__(self, run: Training, signals: Signals) -> None:
+        self.run = run
+        self.signals = signals
+        self.minutes = run.config.run.exit_duration_in_mins
+        self.started = time.monotonic()
+
+    def before_sync(self) -> Numbers:
+        late = self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes
+        return {"signalled": float(self.signals.asked), "out_of_time": float(late)}
+
+    def after_step(self, step: StepReport) -> None:
+        if step.numbers["signalled"]:
+            self.preempt()
+        elif step.numbers["out_of_time"]:
+            self.run.progress.stop = f"--exit-duration-in-mins {self.minutes}"
+
+    def now(self) -> bool:
+        """Whether a signal ends the training here. All-reduces a number over world; the host waits."""
+        if not self.run.progress.preempted and self.signals.anywhere(self.run.mesh):
+            self.preempt()
+        return self.run.progress.preempted
+
+    def preempt(self) -> None:
+        """End the training for a signal on some rank."""
+        self.run.progress.stop = self.signals.cause
+        self.run.progress.preempted = True
 
 
 NO_SIGNALS = Signals()  # for a run without handlers

@@ -27,12 +27,13 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import StepReport
 from nanomegatron.report.timers import Clock
+from nanomegatron.step import Observer
 
 SLOW, WINDOWS = 1.5, 3
 EXCESS = 50.0  # milliseconds
 
 
-class Stragglers:
+class Stragglers(Observer):
     """Collects the times of this rank's steps; logs those of all ranks once in a window."""
 
     def __init__(self, mesh: Mesh, log: RunLog, window: int) -> None:
@@ -45,7 +46,7 @@ class Stragglers:
         self.slow = [0] * len(rows)  # windows in a row
         mesh.traffic.new_clock = functools.partial(Clock, mesh.device)
 
-    def add(self, step: StepReport) -> None:
+    def after_step(self, step: StepReport) -> None:
         """Add a step that has ended; the last of a window gathers three numbers over world, and logs."""
         wait = sum(clock.milliseconds() for clock in step.waits)
         self.times.append((step.clock.milliseconds() - wait, wait))

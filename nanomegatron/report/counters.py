@@ -1,9 +1,9 @@
 """Counters of a training step on the device, as a table for the whole model: FP8 casts, load of experts.
 
-    step t        begin    the counts are zero
-                  ...      forward and backward of all microbatches
-                  end      one or two all-reduces over all ranks give the table
-    step t + 1    the table is copied to the host with the other numbers of step t
+    step t        before_step      the counts are zero
+                  ...              forward and backward of all microbatches
+                  before_update    one or two all-reduces over all ranks give the table
+    step t + 1    after_step       the table is on the host with the other numbers of step t
 
 Fp8Stats, in every N-th step (--log-fp8-stats N): a row for each tensor x, w, g of a layer
 
@@ -26,14 +26,14 @@ ExpertLoad, in every step: a row for each layer with experts; a token counts for
 from typing import Any
 
 import torch
-from torch import nn
 
+from nanomegatron.batch import Batch
 from nanomegatron.comm import all_gather_text, all_reduce_
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fp8 import E4M3, ROLES, Scales
-from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.fp8 import E4M3, ROLES
 from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_amax, fp8_decode, fp8_limit, fp8_scale
-from nanomegatron.router import Router, loss_weights
+from nanomegatron.report.steps import StepReport
+from nanomegatron.router import loss_weights
+from nanomegatron.step import GlobalBatch, Numbers, Observer, Training
 
 KINDS = ("scale", "amax", "saturated", "underflow")
 ROUNDING = 1.0 + 2.0**-20  # rounding may put the largest value times its scale slightly above the limit
@@ -50,19 +50,40 @@ def cast_losses(x: torch.Tensor, row: Fp8Matrix) -> tuple[torch.Tensor, torch.Te
     return (x.abs() > bound).sum(), (zeros & (x != 0)).sum()
 
 
-class Fp8Stats:
-    """Counts of the casts of one step, in all FP8 layers of all pipeline stages.
+class Fp8Stats(Observer):
+    """Counts of the casts of every N-th step, in all FP8 layers of all pipeline stages.
 
     Built on every rank after its layers; communicates the layers' names over pp, and waits for them.
     """
 
-    def __init__(self, scales: Scales, world: Axis, pp: Axis) -> None:
-        self.scales, self.world, self.device = scales, world, scales.history.device
+    def __init__(self, run: Training) -> None:
+        scales = run.model.scales
+        pp = run.mesh.pp
+        self.run = run
+        self.scales = scales
+        self.world = run.mesh.world
+        self.device = scales.history.device
+        self.counting = False
         texts = all_gather_text("\n".join(scales.layers), pp, self.device)
         names = [text.splitlines() for text in texts]
         self.names = [name for stage in names for name in stage]
         first = len(ROLES) * sum(map(len, names[: pp.rank]))
         self.mine = slice(first, first + len(ROLES) * len(scales.layers))
+
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        self.counting = batch.iteration % self.run.config.run.log_fp8_stats == 0
+        if self.counting:
+            self.run.buckets.wait_params()  # the weights, which are cast again to be counted
+            self.begin()
+
+    def before_update(self) -> Numbers:
+        return {"fp8": self.end_counting()} if self.counting else {}
+
+    def after_step(self, step: StepReport) -> None:
+        table = step.numbers.pop("fp8", None)
+        if table is not None:
+            batch = step.batch
+            self.run.log.details("fp8", batch.iteration, batch.end, self.by_name(table))
 
     def begin(self) -> None:
         """Start counting; clears the weight cache, so that the casts of weights are counted too."""
@@ -80,7 +101,7 @@ class Fp8Stats:
         for count, more in zip(self.counts[:, at], (x.numel(), *cast_losses(x, row)), strict=True):
             count.add_(more)
 
-    def end(self) -> torch.Tensor:
+    def end_counting(self) -> torch.Tensor:
         """Return the table `[layers * 3, 4]` fp64, a column for each of KINDS. Call before Scales.end_step.
 
         Does two small all-reduces over world.
@@ -104,28 +125,39 @@ class Fp8Stats:
         return torch.stack((scale.double(), amax.double(), saturated / values, underflow / values), dim=1)
 
     def by_name(self, table: list[list[float]]) -> dict[str, float]:
-        """Return the table of `end`, on the host, as {"layer/tensor/kind": number}."""
+        """Return the table of `end_counting`, on the host, as {"layer/tensor/kind": number}."""
         tensors = [f"{name.removesuffix('.weight')}/{role}" for name in self.names for role in ROLES]
         rows = zip(tensors, table, strict=True)
         return {f"{t}/{kind}": x for t, row in rows for kind, x in zip(KINDS, row, strict=True)}
 
 
-class ExpertLoad:
-    """The counts of all routers of all pipeline stages; model: this rank's part."""
+class ExpertLoad(Observer):
+    """The counts of all routers of all pipeline stages, in every step."""
 
-    def __init__(self, model: nn.Module, config: TransformerConfig, mesh: Mesh) -> None:
-        self.config, self.mesh, self.losses = config, mesh, tuple(loss_weights(config))
-        self.layers = [layer for layer, sparse in enumerate(config.moe_layers) if sparse]
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+    def __init__(self, run: Training) -> None:
+        self.run = run
+        self.config = run.config.model
+        self.mesh = mesh = run.mesh
+        self.losses = tuple(loss_weights(self.config))
+        self.layers = [layer for layer, sparse in enumerate(self.config.moe_layers) if sparse]
+        self.routers = run.model.routers
         rows = [self.layers.index(router.layer) for router in self.routers]
         self.rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
 
-    def begin(self) -> None:
-        """Reset the counts; call before the first microbatch of a step."""
-        for router in self.routers:
-            router.begin_step()
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        self.tokens = batch.tokens
 
-    def end(self, tokens: int) -> torch.Tensor:
+    def before_update(self) -> Numbers:
+        return {"experts": self.table(self.tokens)}
+
+    def after_step(self, step: StepReport) -> None:
+        table = step.numbers.pop("experts")
+        step.numbers |= self.means(table)
+        if self.run.config.run.moe_per_layer_logging:
+            batch = step.batch
+            self.run.log.details("experts", batch.iteration, batch.end, self.by_name(table))
+
+    def table(self, tokens: int) -> torch.Tensor:
         """Return the table of the step `[layers, 2 E + losses]` fp64. tokens: those of the global batch.
 
         All-reduces the table over world.
@@ -140,12 +172,6 @@ class ExpertLoad:
             table.index_copy_(0, self.rows, mine)
         return all_reduce_(table, mesh.world)
 
-    def own_kept_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Of the table of `end`: what this rank's routers sent to each expert, and kept -> `[routers, E]`"""
-        experts = self.config.num_experts
-        tokens, dropped = table[:, :experts], table[:, experts : 2 * experts]
-        return (tokens - dropped).index_select(0, self.rows)
-
     def numbers(self, row: list[float]) -> dict[str, float]:
         """Return for a layer: tokens of the busiest expert over the mean, share of dropped tokens, losses."""
         experts = self.config.num_experts
@@ -156,7 +182,7 @@ class ExpertLoad:
         return {"moe_load_imbalance": share, "moe_dropped_share": lost} | found
 
     def means(self, table: list[list[float]]) -> dict[str, float]:
-        """Return the means of `numbers` over all layers with experts. table: that of `end`, on the host."""
+        """Return the means of `numbers` over all layers with experts. table: on the host."""
         each = [self.numbers(row) for row in table]
         return {kind: sum(found[kind] for found in each) / len(each) for kind in each[0]}
 

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import RunConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
+from nanomegatron.step import GlobalBatch, Observer
 
 HISTORY = 100_000  # number of allocations that are kept
 
 
-class Profile:
+class Profile(Observer):
     """--profile and --record-memory-history of one rank; does nothing if neither is set."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, log: RunLog) -> None:
@@ -45,8 +47,9 @@ class Profile:
         """The file of a rank's trace."""
         return self.folder / f"profile-rank{rank}.json"
 
-    def step(self, iteration: int) -> None:
-        """Start or stop the profiler; call at the start of every iteration."""
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        """Start or stop the profiler, or mark a step."""
+        iteration = batch.iteration
         inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
         with self.log.attempt("profile"):
             if not inside:
@@ -56,8 +59,8 @@ class Profile:
             elif self.wanted:
                 self._start(iteration)
 
-    def close(self) -> None:
-        """Write all records; call at the end of the run."""
+    def end(self) -> None:
+        """Write all records."""
         with self.log.attempt("profile"):
             self._stop()
         with self.log.attempt("memory history"):

@@ -2,11 +2,12 @@
 
 train_step t      device tensors -> one copy to pinned memory, in flight          StepReport
 train_step t+1    launched
-report t          the copy has arrived: log line, StepNumbers for faults/health.py      on every rank
+step t            the copy has arrived: observers look at it, then it is logged        on every rank
 """
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,54 +15,29 @@ from typing import Any
 
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
-from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh, Traffic
-from nanomegatron.optim import StepStats
 from nanomegatron.plan.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.plan.gpus import device_peak
-from nanomegatron.pp import ModelChunks
 from nanomegatron.report.banner import local_ranks
-from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.energy import Energy, open_meter
-from nanomegatron.report.log import RunLog
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
+from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
 
-FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, as in `Run.stop_flags`
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The samples of an iteration, [first, end), and the number of samples of each length in tokens."""
-
-    iteration: int
-    first: int
-    end: int
-    lengths: Counter[int]  # length -> samples; documents count without padding
-
-    @property
-    def size(self) -> int:
-        return self.end - self.first
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, masked ones included, padding excluded."""
-        return sum(length * n for length, n in self.lengths.items())
+FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, that are not logged
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What the host knows of one step; the same on every rank but for `part_norms`."""
+    """What decides about a step, on the host; the same on every rank but for `part_norms`."""
 
     batch: GlobalBatch
     loss: float
     grad_norm: float
     good: bool  # it has updated the parameters
     loss_scale: float
-    signalled: bool  # a rank got a signal
-    out_of_time: bool  # a rank has run for longer than --exit-duration-in-mins
-    save_failed: bool  # on a rank, the save in flight
     part_norms: torch.Tensor  # `[parts]`, on the device: to read them waits for the step in flight
 
     @property
@@ -71,94 +47,149 @@ class StepNumbers:
 
 
 class StepReport:
-    """The numbers of one step, in flight to the host."""
+    """The numbers of one step, in flight to the host; with `read` they are there, by name.
+
+    `clock`, `timed`, `waits`: stopped clocks of the step, of its parts, and of what this rank waited for;
+    `traffic`: calls and bytes that it communicated.
+    """
 
     def __init__(
         self,
         batch: GlobalBatch,
-        shared: torch.Tensor,
-        stats: StepStats,
-        extras: dict[str, torch.Tensor],
+        numbers: Numbers,
         clock: Clock,
         timed: list[tuple[str, Clock]],
         traffic: Traffic,
     ) -> None:
-        """Start the copy to the host. shared `[4]`: loss, and the numbers of ranks with each of FLAGS.
-
-        extras: further numbers for the log, 0-d, or tables of counters.py. traffic: calls and bytes that this
-        rank communicated in the step.
-        """
-        numbers = dict(zip(("lm_loss", *FLAGS), shared, strict=True))
-        numbers |= vars(stats) | extras
+        """Start the copy to the host. numbers: those of `train_step`, 0-d, or tables of counters.py."""
+        numbers = dict(numbers)
         self.batch = batch
-        self.part_norms, self.names = numbers.pop("part_norms"), list(numbers)
-        self.shapes = [number.shape for number in numbers.values()]
+        self.part_norms = numbers.pop("part_norms")
+        self.shapes = {name: number.shape for name, number in numbers.items()}
         values = torch.cat([number.double().flatten() for number in numbers.values()])
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
         self.values.copy_(values, non_blocking=True)
-        self.clock, self.timed = clock.stop(), timed
+        self.clock = clock.stop()
+        self.timed = timed
         self.traffic, self.waits = traffic.end_step()
-        self.found: tuple[float, dict[str, Any]] | None = None
+        self.numbers: dict[str, Any] = {}
 
-    def read(self) -> tuple[float, dict[str, Any]]:
-        """Return the step's milliseconds, and its numbers by name; the first call waits for its end."""
-        if self.found is None:
-            milliseconds = self.clock.milliseconds()  # waits
-            values = self.values.split([shape.numel() for shape in self.shapes])
-            lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
-            self.found = milliseconds, dict(zip(self.names, lists, strict=True))
-        return self.found
+    def read(self) -> dict[str, Any]:
+        """Return the numbers on the host, by name; the first call waits for the step's end."""
+        if not self.numbers:
+            self.milliseconds = self.clock.milliseconds()  # waits
+            values = self.values.split([shape.numel() for shape in self.shapes.values()])
+            self.numbers = {
+                name: x.view(shape).tolist()
+                for x, (name, shape) in zip(values, self.shapes.items(), strict=True)
+            }
+        return self.numbers
+
+    def judged(self) -> StepNumbers:
+        """Return what decides about the step."""
+        found = self.read()
+        return StepNumbers(
+            self.batch,
+            found["lm_loss"],
+            found["grad_norm"],
+            bool(found["good"]),
+            found["loss_scale"],
+            self.part_norms,
+        )
 
 
-class Reporter:
-    """Logs the steps of a run; has the objects that observe them: timers, tracer, FP8 and expert counters."""
+class Reporter(Observer):
+    """Times and traces the steps of a training, and logs their numbers. Comes behind what adds to them."""
 
-    def __init__(
-        self, config: Config, mesh: Mesh, log: RunLog, model: ModelChunks, grads: ParamAndGradBuckets
-    ) -> None:
-        run = config.run
-        self.config, self.mesh = config, mesh
-        self.log, self.grads = log, grads
-        self.padded_vocab_size = model[0].padded_vocab_size
-        self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
-        folder = Path(run.trace_dir) / log.folder.name if run.trace_dir else None
-        title = trace_title(log.folder.name, config, mesh)
-        self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt, title)
-        self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
-        self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
-        self.energy = Energy(open_meter(machine_gpus(mesh) if mesh.rank == 0 else []), mesh.world.size)
+    def __init__(self, run: Training) -> None:
+        config = run.config.run
+        self.run = run
+        self.config = config
+        self.log = run.log
+        self.mesh = run.mesh
+        self.pending: StepReport | None = None  # launched, and not yet logged
+        self.timers = Timers(config.timing_log_level, config.timing_log_option, run.mesh.device)
+        name = run.log.folder.name
+        self.tracer = Tracer(
+            run.mesh,
+            Path(config.trace_dir) / name if config.trace_dir else None,
+            config.trace_iterations,
+            self.timers,
+            run.log.attempt,
+            trace_title(name, run.config, run.mesh),
+        )
+        gpus = machine_gpus(run.mesh) if run.mesh.rank == 0 else []
+        self.energy = Energy(open_meter(gpus), run.mesh.world.size)
 
-    def numbers(self, step: StepReport) -> StepNumbers:
-        """Wait for a step's numbers and return those that decide what follows."""
+    def launch(self, step: Callable[[Training], Numbers] = train_step) -> StepReport:
+        """Launch a step, with clocks around it and around its phases; the host does not wait for it."""
+        self.timers.take()  # those of a step that is only looked at (faults/alive.py)
+        clock = Clock(self.mesh.device)
+        self.timers.phase("batch-generator", level=2)
+        numbers = step(self.run)
+        self.timers.phase()
+        if self.config.log_params_norm:
+            numbers["params_norm"] = self.run.optimizer.params_norm()
+        report = StepReport(self.batch, numbers, clock, self.timers.take(), self.mesh.traffic)
+        self.tracer.end()  # after the step's clock has stopped: drawing takes a second
+        for line in self.tracer.summary:
+            self.log.line(f"trace   {line}")
+        return report
+
+    def take(self, step: StepReport | None) -> None:
+        """Report the step that is in flight; this one takes its place. Waits for the former."""
+        before = self.pending
+        self.pending = step
+        if before is None:
+            return
         with self.mesh.traffic.wait():
-            _, found = step.read()
-        flags = (bool(found[name]) for name in FLAGS)
-        values = found["lm_loss"], found["grad_norm"], bool(found["good"]), found["loss_scale"]
-        return StepNumbers(step.batch, *values, *flags, step.part_norms)
+            before.read()
+        self.run.observers.after_step(before)
 
-    def report(self, step: StepReport, skipped_samples: int) -> None:
-        """Wait for one step's numbers and log them.
+    def flush(self) -> None:
+        """Report the step in flight and wait for its end; call it before anything that depends on that."""
+        self.take(None)
+        self.energy.pause()
 
-        skipped_samples: samples of --iterations-to-skip and of skipped spikes so far in the run; only logged.
-        """
-        run, log, batch = self.config.run, self.log, step.batch
-        milliseconds, numbers = step.read()
-        numbers = {name: value for name, value in numbers.items() if name not in FLAGS}
-        good = numbers.pop("good")
+    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        self.batch = batch
+        self.mesh.traffic.start_step(launching=self.mesh.device.type == "cuda")
+        model = self.run.model
+        self.tracer.begin(batch.iteration, model.plan(len(microbatches))[0], model.placed)
+        self.timers.phase("forward-backward")
+
+    def before_sync(self) -> Numbers:
+        self.timers.phase("all-grads-sync")
+        return {}
+
+    def before_update(self) -> Numbers:
+        zeros = {}
+        if self.config.log_num_zeros_in_grad:
+            zeros["num_zeros"] = self.run.optimizer.num_zeros()
+        self.timers.phase("optimizer")
+        return zeros
+
+    def after_step(self, step: StepReport) -> None:
+        """Log a step's numbers."""
+        log = self.log
+        batch = step.batch
+        found = {name: value for name, value in step.read().items() if name not in FLAGS}
+        good = found.pop("good")
         if not good:
-            numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
-        if (table := numbers.pop("fp8", None)) is not None:
-            log.details("fp8", batch.iteration, batch.end, self.fp8_stats.by_name(table))
-        if (table := numbers.pop("experts", None)) is not None:
-            numbers |= self.expert_load.means(table)
-            if run.moe_per_layer_logging:
-                log.details("experts", batch.iteration, batch.end, self.expert_load.by_name(table))
-        record = dict(iteration=batch.iteration, consumed_samples=batch.end, global_batch_size=batch.size)
-        record |= numbers
-        record |= rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3)
-        record |= self.energy.step(batch.tokens, batch.iteration % run.log_interval == 0)
-        record |= dict(skipped=int(not good), skipped_samples=skipped_samples)
-        record["peak_mem_gib"] = (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30
+            found["next_lr"] = found["lr"]  # a bad step holds the schedule
+        record = {
+            "iteration": batch.iteration,
+            "consumed_samples": batch.end,
+            "global_batch_size": batch.size,
+            **found,
+        }
+        vocab = self.run.model[0].padded_vocab_size
+        record |= rates(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3)
+        record |= self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0)
+        record["skipped"] = int(not good)
+        record["skipped_samples"] = self.run.progress.skipped_samples
+        peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
+        record["peak_mem_gib"] = peak / 2**30
         log.step(record)
         self.timers.add(step.timed)
         if log.line_due(batch.iteration):
@@ -166,8 +197,12 @@ class Reporter:
                 if self.timers.level:
                     log.line(self.timers.text(self.mesh.world))
             with log.attempt("traffic"):
-                for line in ledger(step.traffic) if run.log_comm else ():
+                for line in ledger(step.traffic) if self.config.log_comm else ():
                     log.line(f"comm    {line}")
+
+    def end(self) -> None:
+        if energy := self.energy.summary():
+            self.log.line(f"energy  {energy}")
 
 
 def rates(

@@ -1,6 +1,6 @@
 """Times the parts of a step, by the GPU's own clock if there is one.
 
-with timers("forward-backward"):          two events on the stream; the host does not wait
+timers.phase("forward-backward")          two events on the stream; the host does not wait
 step's clocks --- one step late ---> sums over the log interval --- one all-gather ---> Megatron's lines
 """
 
@@ -82,6 +82,15 @@ class Timers:
         self.level, self.option, self.device = level, option, device
         self._clocks: list[tuple[str, Clock]] = []
         self._sums, self._steps = Counter(), 0
+        self._phase: AbstractContextManager | None = None
+
+    def phase(self, name: str = "", level: int = 1) -> None:
+        """End the phase of the step that is being timed, and begin the next, if there is one."""
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._phase = self(name, level) if name else None
+        if self._phase is not None:
+            self._phase.__enter__()
 
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:

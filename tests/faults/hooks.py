@@ -20,11 +20,19 @@ import torch
 
 import train
 from nanomegatron.checkpoint import resume
+from nanomegatron.launch import data as run_data
+from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
+from nanomegatron.step import Training
 from train import run_rank
 
-MARKED = ("build_datasets", "load_checkpoint", "evaluate", "save_checkpoint")
+MARKED = {  # where each is called
+    "build_datasets": (run_data,),
+    "load_checkpoint": (train,),
+    "evaluate": (train, ending),
+    "save_checkpoint": (resume,),
+}
 POINTS = (
     "after mkdir",
     "amid a shard",
@@ -63,7 +71,7 @@ def rank_of_case(hooks: Hooks, world: World, argv: list[str]) -> int:
     os.dup2(out, 1), os.dup2(out, 2)
     Path(f"pid{world.rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    plots.plot_loss = train.show_sample = lambda *_: None
+    plots.plot_loss = ending.show_sample = lambda *_: None
     for name in MARKED:
         mark(name, dict(hooks.slow).get(name, 0.0), world.rank == 0)
     if hooks.step:
@@ -78,8 +86,7 @@ def rank_of_case(hooks: Hooks, world: World, argv: list[str]) -> int:
 
 def mark(name: str, seconds: float, says: bool) -> None:
     """Let a function of train.py, or a save, leave a file in_NAME when it is entered, and take longer."""
-    module = train if hasattr(train, name) else resume
-    usual = getattr(module, name)
+    usual = getattr(MARKED[name][0], name, None) or resume.Checkpoints.save
 
     def marked(*args, **kwargs):
         if says:
@@ -89,21 +96,25 @@ def mark(name: str, seconds: float, says: bool) -> None:
             time.sleep(left)
         return usual(*args, **kwargs)
 
-    setattr(module, name, marked)
+    if name == "save_checkpoint":
+        resume.Checkpoints.save = marked
+    for module in MARKED[name]:
+        setattr(module, name, marked)
 
 
 def keep_ledger(rank: int) -> None:
     """Write a line for each microbatch of training: iteration, place in the order of the run, tokens."""
-    usual = train.step_batches
+    usual = Training.next_batches
 
-    def batches(run, loader, first_sample, batch_size):
-        for batch in usual(run, loader, first_sample, batch_size):
-            line = [run.iteration + 1, batch.sample_ids.tolist(), batch.tokens.tolist()]
+    def next_batches(run):
+        batches = usual(run)
+        for batch in batches:
+            line = [run.progress.iteration + 1, batch.sample_ids.tolist(), batch.tokens.tolist()]
             with open(f"ledger{rank}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
-            yield batch
+        return batches
 
-    train.step_batches = batches
+    Training.next_batches = next_batches
 
 
 def die(*_: object) -> None:

@@ -11,6 +11,7 @@ from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import KEEP_ALL
 from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import plots
 from tests.gpu.test_on_gpu import FLAGS, corpus  # noqa: F401 (a fixture)
@@ -54,7 +55,7 @@ def run(argv: list[str], folder: Path, monkeypatch) -> dict[str, bytes]:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(plots, "plot_loss", lambda *_: None)
-    assert train.main([*FLAGS, *argv]) == train.DONE
+    assert train.main([*FLAGS, *argv]) == DONE
     torch.use_deterministic_algorithms(False)  # other tests of this process measure memory
     files = sorted((folder / "runs/test/ckpt").glob("iter_*/rank*"))
     return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in files}

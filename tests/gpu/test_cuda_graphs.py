@@ -13,6 +13,7 @@ from tests.gpu.ranks import needs_two
 from tests.gpu.test_layouts import ALL
 from tests.gpu.test_layouts import train as train_by_layout
 from tests.gpu.test_on_gpu import CUDA, FLAGS, corpus  # noqa: F401
+from tests.training import numbers_of
 
 GPT = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute "
 GPT += "--no-disable-bias-linear"
@@ -40,15 +41,15 @@ def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
     run.optimizer.cast_weights()
     found = []
     for _ in range(50):
-        numbers = train.train_step(run).read()[1]
+        numbers = numbers_of(train.train_step(run))
         found.append([numbers[name] for name in ("lm_loss", "grad_norm", "good")])
-        run.iteration += 1
-        if run.iteration == 20:
+        run.progress.iteration += 1
+        if run.progress.iteration == 20:
             evaluate(run)
     run.buckets.wait_params()
-    for loader in filter(None, run.loaders):
+    for loader in filter(None, run.data.loaders):
         loader.close()
-    return found, [param.detach().clone() for param in run.buckets.params], run.forward_backward
+    return found, [param.detach().clone() for param in run.buckets.params], run.execute.func
 
 
 @pytest.mark.parametrize("way, impl", CASES)
@@ -101,5 +102,5 @@ def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F8
         if step == 5:
             run.model[0].layers[1].register_forward_hook(lambda *_: seen.append(1))
         train.train_step(run)
-        run.iteration += 1
-    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.forward_backward.said)
+        run.progress.iteration += 1
+    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.execute.func.said)

@@ -6,6 +6,7 @@ import time
 import torch
 
 import train
+from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Mesh
 from nanomegatron.report import plots
 from nanomegatron.report.energy import ENERGY_KEYS, LEAST, Meter
@@ -53,7 +54,7 @@ def test_reading_takes_no_time():
 def test_a_run_says_its_energy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "plot_loss", lambda *_: None)
-    assert train.main([*FLAGS, *"--train-iters 400 --log-interval 20 --run-name test".split()]) == train.DONE
+    assert train.main([*FLAGS, *"--train-iters 400 --log-interval 20 --run-name test".split()]) == DONE
     steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
     found = [step for step in steps if ENERGY_KEYS[0] in step]
     assert sum(step["step_time_ms"] for step in steps[1:]) / 1e3 > LEAST and found

@@ -12,12 +12,14 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.dp import ParamAndGradBuckets
+from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.report.log import RunLog
-from nanomegatron.report.steps import peak_memory
+from nanomegatron.report.steps import Reporter, peak_memory
 from nanomegatron.tp import ColumnParallelLinear
+from tests.training import numbers_of
 
 CUDA = torch.device("cuda", 0)
 FLAGS = (
@@ -68,7 +70,7 @@ def one_step(flags, tmp_path):
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = train.train_step(run).read()[1]["lm_loss"]
+    loss = numbers_of(train.train_step(run))["lm_loss"]
     return loss, [bucket.grad_shard.clone() for bucket in run.buckets.all], peak_memory(CUDA) - before
 
 
@@ -104,15 +106,15 @@ def trained_on(gradients: list, flags: list[str], folder) -> tuple[list[float], 
     def step(*numbers):
         here = [bucket.grad_shard for bucket in run.buckets.all]
         if given:
-            torch._foreach_copy_(here, gradients[run.iteration])
+            torch._foreach_copy_(here, gradients[run.progress.iteration])
         else:
             gradients.append([grads.clone() for grads in here])
         return update(*numbers)
 
     run.optimizer.step = step
     for _ in range(30):
-        losses.append(train.train_step(run).read()[1]["lm_loss"])
-        run.iteration += 1
+        losses.append(numbers_of(train.train_step(run))["lm_loss"])
+        run.progress.iteration += 1
     return losses, [shard.main.cpu() for shard in run.optimizer.shards]
 
 
@@ -147,16 +149,16 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     parsed, config = train.settings(argv, World())
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
     run.log.begin(0, 8)
-    run.pending = train.train_step(run)
+    reporter = run.observers.of(Reporter)
+    reporter.take(reporter.launch(train.train_step))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            run.iteration += 1
-            previous, run.pending = run.pending, train.train_step(run)
-            run.report(previous)  # waits for its end, an event, and not for the step in flight
+            run.progress.iteration += 1
+            reporter.take(reporter.launch(train.train_step))  # waits for the step before, by an event
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    run.flush_report()
+    reporter.flush()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -165,9 +167,9 @@ def test_run_learns_and_resumes_to_the_bit(precision, corpus, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     argv = [*FLAGS, *corpus, precision, "--train-iters", "60", "--deterministic-mode"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert train.main([*argv, "--run-name", "straight"]) == train.DONE
-    assert train.main([*argv, "--exit-interval", "40"]) == train.DONE
-    assert train.main(argv) == train.DONE
+    assert train.main([*argv, "--run-name", "straight"]) == DONE
+    assert train.main([*argv, "--exit-interval", "40"]) == DONE
+    assert train.main(argv) == DONE
     straight, broken = (
         [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("straight", "test")
