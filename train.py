@@ -51,7 +51,7 @@ from nanomegatron.launch.ending import evaluate_only, finish
 from nanomegatron.launch.observers import add_observers
 from nanomegatron.launch.rank import on_rank
 from nanomegatron.launch.settings import read_settings, with_processes
-from nanomegatron.launch.start import start
+from nanomegatron.launch.start import start_run
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
@@ -76,7 +76,7 @@ settings = partial(read_settings, embedded=prepare_embedded)
 
 def main(argv: list[str]) -> int:
     """Check all settings, then run here or in --nproc processes of this machine; return the exit code."""
-    return start(argv, settings, run_rank)
+    return start_run(argv, settings, run_rank)
 
 
 def run_rank(world: World, argv: list[str], observers: Sequence[type[Observer]] = ()) -> int:
@@ -132,9 +132,9 @@ def set_up(
         if sharding := buckets_text(run.buckets):
             log.line(f"dp      {sharding}")
         add_observers(run, profile, signals, observers)
-        health = run.observers.of(Health)
+        health = run.observers.find(Health)
         executor = build_executor(config, paths, model, run.buckets, log.line)
-        run.execute = partial(executor, tracer=run.observers.of(Reporter).tracer)
+        run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
     signals.check(mesh)
     load_checkpoint(run, health)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -147,22 +147,11 @@ def train(run: Training) -> int:
     """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     progress = run.progress
-    reporter = run.observers.of(Reporter)
-    health = run.observers.of(Health)
-    checkpoints = run.observers.of(Checkpoints)
-    stops = run.observers.of(Stops)
-    run.log.begin(progress.iteration, config.train_iters)
-    checkpoints.saver.saved = progress.iteration
-    if progress.iteration >= config.train_iters:
-        run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
-    elif run.model.on_gpu and run.mesh.pp.size > 1:
-        warm_up_step(run)
-    run.optimizer.cast_weights()
-    if config.debug_nan:
-        stop_at_nan(run.model, run.buckets, run.mesh)
-    missed = progress.evaluated < progress.iteration < config.train_iters
-    if missed and due(config.eval_interval, progress.iteration):
-        evaluate(run, stops.now)  # it was due when a signal stopped the run
+    reporter = run.observers.find(Reporter)
+    health = run.observers.find(Health)
+    checkpoints = run.observers.find(Checkpoints)
+    stops = run.observers.find(Stops)
+    begin(run)
     with manual_gc(config) as collect:
         while progress.iteration < config.train_iters and not progress.stop:
             iteration = progress.iteration + 1
@@ -195,6 +184,24 @@ def train(run: Training) -> int:
     run.log.end_interval()
     checkpoints.save_last()
     return finish(run)
+
+
+def begin(run: Training) -> None:
+    """Prepare the first step."""
+    config = run.config.run
+    progress = run.progress
+    run.log.begin(progress.iteration, config.train_iters)
+    run.observers.find(Checkpoints).saver.saved = progress.iteration
+    if progress.iteration >= config.train_iters:
+        run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
+    elif run.model.on_gpu and run.mesh.pp.size > 1:
+        warm_up_step(run)
+    run.optimizer.cast_weights()
+    if config.debug_nan:
+        stop_at_nan(run.model, run.buckets, run.mesh)
+    missed = progress.evaluated < progress.iteration < config.train_iters
+    if missed and due(config.eval_interval, progress.iteration):
+        evaluate(run, run.observers.find(Stops).now)  # it was due when a signal stopped the run
 
 
 def launch_step(run: Training, reporter: Reporter) -> StepReport:

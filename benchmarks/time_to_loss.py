@@ -156,7 +156,7 @@ class OurSide:
 
     def steps(self, count: int) -> list[float]:
         run, reports = self.run, []
-        reporter = run.observers.of(Reporter)
+        reporter = run.observers.find(Reporter)
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
             reports.append(reporter.launch(train.train_step))
             run.progress.iteration += 1

@@ -186,7 +186,7 @@ class Embedding(nn.Module):
         return self.add(x, None, None, hidden_dropout(self.p, batch, 0))
 
 
-def compute_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:
+def output_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:
     """x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, V/tp]`; communicates as a ColumnParallelLinear."""
     return layer.linear(x, layer.weight, layer.tp, "gather" if layer.sequence_sharded else "copy")
 
@@ -195,7 +195,7 @@ class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
-    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
+    compute_logits: Callable[..., torch.Tensor] = staticmethod(output_logits)
     has_variants = False  # as of SelfAttention
     fp8: Any = None  # as of a ColumnParallelLinear
     # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s]

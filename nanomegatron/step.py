@@ -1,6 +1,6 @@
 """A training and its step: batches, forward and backward, gradients summed, update.
 
-Tests: tests/test_train.py. Page: docs/life-of-a-step.md.
+Tests: tests/test_step.py. Page: docs/life-of-a-step.md.
 
     global batch of an iteration, in the order of the data
         microbatch 0            microbatch 1            ...
@@ -12,9 +12,14 @@ Packs of documents are another kind of microbatch; ranks may have different numb
 
 What only looks on (log, timers, trace, statistics, health) is an `Observer`, and stands nowhere in the step:
 
-    train_step    next_batches   forward_backward         finish_grad_sync   update
-                              |                    |    |      (one all-reduce, model.end_step)
-    observers            before_step         before_sync  before_update        after_step, a step later    end
+    next_batches                 read this rank's microbatches
+                                                                    before_step
+    forward_backward             the loss and this rank's gradients
+                                                                    before_sync
+    finish_grad_sync             gradients summed over replicas
+                                                                    before_update
+    update                       one all-reduce for loss and observers, scales and biases, the optimizer
+                                                                    after_step, a step later; end
 """
 
 from collections import Counter
@@ -85,7 +90,7 @@ class Observer:
 
 
 class Observers(list[Observer]):
-    """The observers of a training, told of its events in this order."""
+    """The observers of a training, in the order in which they get its events."""
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         for observer in self:
@@ -105,7 +110,7 @@ class Observers(list[Observer]):
         for observer in self:
             observer.end()
 
-    def of(self, kind: type[Kind]) -> Kind:
+    def find(self, kind: type[Kind]) -> Kind:
         """Return the observer of this class."""
         return next(observer for observer in self if isinstance(observer, kind))
 

@@ -87,7 +87,8 @@ def test_generating_from_a_folder(folder, capsys):
 
 
 def test_data_of_another_tokenizer_is_noted(folder):
-    run = SimpleNamespace(tokenizer=build_tokenizer("ByteTokenizer"), model=SimpleNamespace(vocab_size=VOCAB))
+    data = SimpleNamespace(tokenizer=build_tokenizer("ByteTokenizer"))
+    run = SimpleNamespace(data=data, model=SimpleNamespace(vocab_size=VOCAB))
     (note,) = tokenizer_notes(run, str(folder))
     assert note == f"the data's tokenizer is a ByteTokenizer, not that of {folder}: its ids may be others"
     run.data.tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))

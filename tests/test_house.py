@@ -18,25 +18,26 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2597          105            137      32      29      30
+checkpoint          2626          102            136      32      28      30
 commands            1129           44             81      30      11      21
 config              2389          113            137      10      45      49
-core                3057           16            161      36      11      46
+core                3104           16            162      36      11      45
 data                1757           70             86      22      15       9
-debug                652           30             45       4       4      12
+debug                644           27             43       4       4      12
 fast                1738           89             65      34       9       9
-faults              1065           44             44       3       5      16
+faults              1106           38             43       3       5      17
+launch               178            0             10       0       2       5
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
-programs             764           19             45       1      15      10
-report              1570           71             72       7      14      16
+programs             602           10             31       0      11       6
+report              1613           63             72       6      12      17
 variants             211            2              3       0       0       2
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
 # room (whose name ends in /) those of its room. Ideas stand below fast/ and variants/, these below build,
-# then checkpoint/, report/, faults/, debug/, then step, run, train. Not yet so: faults.alive, debug/,
-# faults.recovery and checkpoint.resume import run, and stand above it; mesh imports faults.attempt.
+# then step, which all that looks on at it imports: checkpoint/, report/, faults/, debug/; launch/ and train
+# put them together. mesh imports faults.attempt, faults.launch stands by itself.
 RANKS = """
 schedules batch
 config/
@@ -51,13 +52,12 @@ model
 pp
 fast/ variants/ megatron_api
 build
+step
 checkpoint/ report/
 faults/
-run
-generate step
-faults.alive
 checkpoint.resume
-report.evaluate faults.recovery debug/
+faults.recovery debug/ generate
+launch/
 preprocess
 train convert setup commands/
 __main__

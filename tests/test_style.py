@@ -22,14 +22,11 @@ LONG_FUNCTIONS = {
     "checkpoint.resume.load_checkpoint": 54,
     "commands.plan.choose_layout": 46,
     "config.pickles.build_pickle": 51,
-    "train.set_up": 51,
-    "train.train_step": 49,
 }
 WIDE_CLASSES = {
     "config.rules.Rules": 18,
     "fast.cuda_graphs.GraphedSteps": 13,
     "plan.cluster.Cluster": 14,
-    "run.Run": 28,
 }
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}

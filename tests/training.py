@@ -88,14 +88,14 @@ def numbers_of(numbers: dict) -> dict:
 
 def report_step(run) -> None:
     """One step, and at once its report."""
-    reporter = run.observers.of(Reporter)
+    reporter = run.observers.find(Reporter)
     reporter.take(reporter.launch(train.train_step))
     reporter.take(None)
 
 
 def save_checkpoint(run) -> None:
     """Save a run as it is now."""
-    run.observers.of(Checkpoints).save()
+    run.observers.find(Checkpoints).save()
 
 
 def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:

@@ -131,11 +131,11 @@ class Checkpoints(Observer):
             if run.mesh.rank == 0:
                 run.log.warn(f"step {iteration} is not saved: {why}")
             return
-        state = state_of(run) | {"health": health.state()}
+        state = training_state(run) | {"health": health.state()}
         self.saver.save(iteration, pieces, state, to_toml(run.config), persistent, last)
 
 
-def state_of(run: Training) -> dict:
+def training_state(run: Training) -> dict:
     """Collect what a checkpoint keeps of a training besides tensors and the health's window."""
     progress = run.progress
     return {
@@ -221,11 +221,7 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
     if states:
         run.optimizer.load_scalars(loaded.state["optimizer"])
         good_steps = loaded.state["optimizer"]["good_steps"]
-        done = run.progress
-        log_notes(
-            run,
-            value_changes(loaded.config_toml, run.config, done.samples_before, done.iteration, good_steps),
-        )
+        log_notes(run, value_changes(loaded.config_toml, run.config, run.progress, good_steps))
     elif run.optimizer:
         run.optimizer.reset_main()
         note_new_schedule(run)

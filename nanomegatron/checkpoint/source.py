@@ -24,6 +24,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.data.identity import trained_on
 from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.mesh import Mesh
+from nanomegatron.step import Progress
 
 # Settings on which the order of the data depends, besides the numbers of samples. The SOURCES say which data
 # it is; newer checkpoints know that by its contents (data/identity.py).
@@ -156,11 +157,13 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
     return found
 
 
-def value_changes(saved: str, config: Config, table: list[int], iteration: int, good_steps: int) -> list[str]:
+def value_changes(saved: str, config: Config, progress: Progress, good_steps: int) -> list[str]:
     """Return a line for each value of the next step that other settings than the `saved` (TOML) have changed.
 
-    table: `samples_before` of this run. iteration, good_steps: the steps so far, and those with an update.
+    progress: of this run; good_steps: those with an update.
     """
+    table = progress.samples_before
+    iteration = progress.iteration
     try:
         before = from_toml(saved)
     except ValueError:

@@ -90,6 +90,7 @@ class Recorder(NoTracer, Observer):
         run.buckets.before_reduce["record"] = self._before_reduce
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        """Record this step from here on."""
         self.batches = microbatches
         self.first_sample = batch.first
         self.step = batch.iteration - 1

@@ -54,7 +54,7 @@ def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepRepor
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
-    health = run.observers.of(Health)
+    health = run.observers.find(Health)
     looks = run.buckets.before_reduce
     looks["again"] = lambda bucket: sums.append(  # of the bits, which differs if one value does
         bucket.grads.view(torch.int16).sum(dtype=torch.int64)
@@ -87,12 +87,12 @@ def roll_back(run: Training) -> None:
 
     Raises BadSteps, on all ranks, if there is no checkpoint, or after MOST_ROLLBACKS from the same one.
     """
-    health = run.observers.of(Health)
+    health = run.observers.find(Health)
     spike = health.spike
     progress = run.progress
     skipped = progress.skipped_iterations
-    run.observers.of(Reporter).flush()
-    run.observers.of(Checkpoints).saver.finish()
+    run.observers.find(Reporter).flush()
+    run.observers.find(Checkpoints).saver.finish()
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
     if newest < 0:

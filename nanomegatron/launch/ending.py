@@ -17,7 +17,7 @@ def finish(run: Training) -> int:
     config = run.config
     log = run.log
     progress = run.progress
-    stops = run.observers.of(Stops)
+    stops = run.observers.find(Stops)
     stops.signals.check_folders(run.mesh)
     if progress.stop and not progress.preempted:
         log.line(f"stopped by {progress.stop} after step {progress.iteration} of {config.run.train_iters}")
@@ -46,7 +46,7 @@ def finish(run: Training) -> int:
 def end_preempted(run: Training) -> int:
     """Say that a signal has ended the training, and from where it resumes -> the exit code."""
     progress = run.progress
-    saved = run.observers.of(Checkpoints).saver.saved
+    saved = run.observers.find(Checkpoints).saver.saved
     where = "resumes from there"
     if saved < progress.iteration:
         where = f"resumes from step {saved}: nothing is saved while steps are not finite"
@@ -58,7 +58,7 @@ def evaluate_only(run: Training) -> int:
     """--eval-only: evaluate the loaded model on validation and test data -> the exit code."""
     if run.mesh.rank == 0:
         run.log.replace("eval.toml", to_toml(run.config))  # config.toml is of a run that trains here
-    stops = run.observers.of(Stops)
+    stops = run.observers.find(Stops)
     for split in ("validation", "test"):
         evaluate(run, stops.now, split)
     if run.progress.preempted:

@@ -14,7 +14,7 @@ from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import timestamp
 
 
-def start(argv: list[str], settings: Callable, run_rank: Callable[[World, list[str]], int]) -> int:
+def start_run(argv: list[str], settings: Callable, run_rank: Callable[[World, list[str]], int]) -> int:
     """Check all settings, then call run_rank here or in --nproc processes; return the exit code.
 
     settings: (argv, world) -> the parsed command line and the configuration. run_rank: of a module's top.

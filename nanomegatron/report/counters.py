@@ -151,6 +151,7 @@ class ExpertLoad(Observer):
         return {"experts": self.table(self.tokens)}
 
     def after_step(self, step: StepReport) -> None:
+        """Put the means of all layers among the numbers that are logged, each layer's into a file."""
         table = step.numbers.pop("experts")
         step.numbers |= self.means(table)
         if self.run.config.run.moe_per_layer_logging:

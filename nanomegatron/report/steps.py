@@ -152,6 +152,7 @@ class Reporter(Observer):
         self.energy.pause()
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
+        """Begin to count communication, to trace and to time."""
         self.batch = batch
         self.mesh.traffic.start_step(launching=self.mesh.device.type == "cuda")
         model = self.run.model
@@ -163,6 +164,7 @@ class Reporter(Observer):
         return {}
 
     def before_update(self) -> Numbers:
+        """Count zeros among the gradients, if they are logged."""
         zeros = {}
         if self.config.log_num_zeros_in_grad:
             zeros["num_zeros"] = self.run.optimizer.num_zeros()

@@ -1,4 +1,4 @@
-"""Other result than `layers.compute_logits`, for `--final-logit-softcapping`: between -cap and cap.
+"""Other result than `layers.output_logits`, for `--final-logit-softcapping`: between -cap and cap.
 
 Other result than `cp.context_attention`, for `--attn-logit-softcapping`: so are attention scores.
 
@@ -14,14 +14,14 @@ no bound either, and settings refuse it.
 import torch
 
 from nanomegatron.cp import SequenceShard, context_attention
-from nanomegatron.layers import OutputLayer, compute_logits
+from nanomegatron.layers import OutputLayer, output_logits
 from nanomegatron.ops.attention import Mask
 
 
 def capped_logits(layer: OutputLayer, x: torch.Tensor) -> torch.Tensor:
     """Return bounded logits. x `[s, b, h]` or `[s/tp, b, h]` -> `[s, b, V/tp]`"""
     cap = layer.config.final_logit_softcapping
-    return torch.tanh(compute_logits(layer, x) / cap) * cap
+    return torch.tanh(output_logits(layer, x) / cap) * cap
 
 
 def capped_attention(

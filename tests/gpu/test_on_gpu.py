@@ -149,7 +149,7 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     parsed, config = train.settings(argv, World())
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
     run.log.begin(0, 8)
-    reporter = run.observers.of(Reporter)
+    reporter = run.observers.find(Reporter)
     reporter.take(reporter.launch(train.train_step))
     torch.cuda.set_sync_debug_mode("error")
     try:
