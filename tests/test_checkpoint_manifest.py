@@ -238,8 +238,18 @@ def test_a_newer_format_is_no_damage(tmp_path):
     assert load(root, [], ALONE, step=10).notes == []
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_format_is_no_damage(tmp_path, version):
+    """It is refused on all ranks, though there is an older checkpoint, and the message says what to do."""
+    root = kept_root(tmp_path / "ckpt", 3)
+    change_manifest(root / "iter_0000020", lambda m: m.update(format_version=version))
+    for message in run_spmd(load_kept, 2, root, tp=2):
+        assert f"format_version {version}, this program reads 3: go on with the program that" in message
+    assert load(root, [], ALONE, step=10).notes == []
+
+
 @pytest.mark.parametrize("version", ["0", "-1", '"3"', "true", "3.0", "null", "[3]"])
 def test_what_is_no_version_is_damage(tmp_path, version):
-    root = kept_root(tmp_path / "ckpt", 2)
+    root = kept_root(tmp_path / "ckpt", 3)
     change_manifest(root / "iter_0000020", lambda m: f'{{"format_version": {version}}}')
     assert "iter_0000020" in expect_kept(root, 10)[0]

@@ -1,7 +1,8 @@
 """What version 0.1 has written still works: its configuration file, and a run of it that resumes.
 
 goldens/run_0.1 was written by 0.1: `python train.py --config old.toml --run-name old --exit-interval 4`. Its
-checkpoint, settings, status and metrics are kept. (Other checkpoints: test_checkpoint_manifest.py.)
+checkpoint, settings, status and metrics are kept; its manifest was written again in today's format, which
+alone is read. (Other checkpoints: test_checkpoint_manifest.py.)
 """
 
 import json

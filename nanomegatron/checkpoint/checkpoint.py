@@ -30,6 +30,7 @@ from nanomegatron.checkpoint.blocks import verify_files
 from nanomegatron.checkpoint.files import DTYPES, Piece
 from nanomegatron.checkpoint.folder import KEEP_ALL, Retention, folders
 from nanomegatron.checkpoint.manifest import (
+    OUTDATED,
     UPDATE,
     CheckpointError,
     Manifest,
@@ -283,7 +284,7 @@ def _newest_intact(
             fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
             few = "; ".join(some(bad, 3))
             return path, manifest, [f"damaged checkpoint: {few}; {fell_back}"] * bool(bad)
-        if any(error.endswith(UPDATE) for error in errors):
+        if any(error.endswith((UPDATE, OUTDATED)) for error in errors):
             raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors
         if path.is_symlink():

@@ -15,14 +15,12 @@ The JSON text (format_version 3), each list in one line and without spaces:
     "files":   [[rank, bytes, sha256, crc32], ...]                     crc32: 8 hex digits for each block
 
 Tensors with equal cuts share one entry: main weights and both moments. Names of entries and files follow from
-the cuts. Versions 1 and 2 are read too: 2 has no crc32, 1 lists each rectangle with the names of its entry
-and file. No torch here: the process that writes checkpoints (checkpoint/writer.py) starts without it.
+the cuts. No torch here: the process that writes checkpoints (checkpoint/writer.py) starts without it.
 """
 
 import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ RANK_FILES = {  # --ckpt-format
 METADATA = ".metadata"  # of torch_dist
 CRC_BLOCK = 16 * 2**20  # bytes of a file that have a CRC-32 of their own
 UPDATE = "update the program"  # ends the error message for a newer format
-SHARD_NAME = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,6})\.safetensors")
+OUTDATED = "go on with the program that wrote it, or begin another run"  # and for an older one
 RANGES_LIMIT = 2**24  # twenty times what 405B parameters on 16,384 ranks need
 MAX_CUT_DIMS = 6  # cut dims of a tensor: the time to check it doubles with each
 ITEM_BYTES = {  # by safetensors' names of the types
@@ -85,7 +83,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """The size and checksums that a file must have; `crc32` of each CRC_BLOCK, () in older formats."""
+    """The size and checksums that a file must have; `crc32` of each CRC_BLOCK, () of METADATA."""
 
     bytes: int
     sha256: str
@@ -274,7 +272,7 @@ def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, Sa
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Parse a manifest of any version, or one rank's part of it; `check_manifest` checks it.
+    """Parse a manifest, or one rank's part of it; `check_manifest` checks it.
 
     Raises CheckpointError.
     """
@@ -284,22 +282,23 @@ def parse_manifest(text: bytes) -> Manifest:
         if _size(version) > FORMAT_VERSION:
             newest = f"this program reads up to {FORMAT_VERSION}"
             raise CheckpointError(f"format_version {version}, {newest}: {UPDATE}")
+        if 0 < version < FORMAT_VERSION:
+            raise CheckpointError(
+                f"format_version {version}, this program reads {FORMAT_VERSION}: {OUTDATED}"
+            )
         if not isinstance(entry["state"], dict) or not isinstance(entry["config"], str):
             raise CheckpointError("state is not a table, or config not a text")
-        tensors, files = {1: _version_1, 2: _version_2, 3: _version_2}[version](entry)
-        given = (entry["state"], entry["config"], tensors, files, _format(entry.get("format", {})))
-        return Manifest(_size(entry["iteration"]), *given)
+        if version == 0:
+            raise CheckpointError("format_version 0: there is none")
+        cuts = [_cut(*cut) for cut in entry["cuts"]]
+        tensors = {
+            key: SavedTensor(str(dtype), *cuts[_size(cut)]) for key, (dtype, cut) in entry["tensors"].items()
+        }
+        files = {_size(rank): _saved_file(*file) for rank, *file in entry["files"]}
+        format = _format(entry.get("format", {}))
+        return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files, format)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(describe_piece(error)) from None
-
-
-def _version_2(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
-    cuts = [_cut(*cut) for cut in entry["cuts"]]
-    tensors = {
-        key: SavedTensor(str(dtype), *cuts[_size(cut)]) for key, (dtype, cut) in entry["tensors"].items()
-    }
-    files = {_size(rank): _saved_file(*file) for rank, *file in entry["files"]}
-    return tensors, files
 
 
 def _format(entry: dict[str, Any]) -> dict[str, Any]:
@@ -328,28 +327,6 @@ def _cut(shape: list, *boxes: list) -> tuple[tuple[int, ...], dict[Rectangle, li
         ranges = zip(numbers[1::3], numbers[2::3], numbers[::3], strict=True)
         found.setdefault(Rectangle(_sizes(offset), _sizes(size)), []).extend(itertools.starmap(Range, ranges))
     return _sizes(shape), found
-
-
-def _version_1(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
-    tensors = {}
-    for key, saved in entry["tensors"].items():
-        boxes: dict[Rectangle, list[Range]] = {}
-        for r in saved["rectangles"]:
-            box = Rectangle(_sizes(r["offset"]), _sizes(r["shape"]))
-            if r["key"] != entry_name(key, box):
-                raise CheckpointError(f"{key}: {str(r['key'])[:80]!r} is not {entry_name(key, box)}")
-            boxes.setdefault(box, []).append(Range(0, math.prod(box.shape), _rank(r["file"])))
-        tensors[key] = SavedTensor(str(saved["dtype"]), _sizes(saved["shape"]), boxes)
-    files = entry["files"].items()
-    return tensors, {_rank(name): SavedFile(_size(f["bytes"]), str(f["sha256"])) for name, f in files}
-
-
-def _rank(name: str) -> int:
-    """Return the rank whose file this is. Raises CheckpointError for a name of another form."""
-    match = SHARD_NAME.fullmatch(name)
-    if not match:
-        raise CheckpointError(f"file name {name[:80]!r} is not of the form rank_00000.safetensors")
-    return int(match[1])
 
 
 def _sizes(entry: list) -> tuple[int, ...]:
