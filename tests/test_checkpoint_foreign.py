@@ -10,15 +10,17 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from nanomegatron.checkpoint.checkpoint import load, save
-from nanomegatron.checkpoint.dcp_metadata import Record, read_pickle, write_pickle
+from nanomegatron.checkpoint.dcp_metadata import read_pickle
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.config.pickles import Name, Record
 from tests.checkpoints import ALONE, change_manifest, cuts, expect, save_alone, tensor
 
 STEP = 20
@@ -108,6 +110,44 @@ def test_metadata_that_may_run_or_burst_is_refused(foreign, tmp_path, kind):
     path = foreign / ".metadata"
     path.write_bytes(change(tmp_path / "canary", path.read_bytes()))
     refused(foreign.parent, tmp_path / "canary", match)
+
+
+def write_pickle(value: Any) -> bytes:
+    """The pickle that builds the value: what `read_pickle` returns, forged in any way; numbers below 2^63."""
+    memo: dict[str, int] = {}
+    return b"\x80\x02" + b"".join(_operations(value, memo)) + b"."
+
+
+def _operations(value: Any, memo: dict[str, int]) -> list[bytes]:
+    """The operations that push a value. memo: the names that were pushed before."""
+
+    def each(values: Any) -> list[bytes]:
+        return [operation for x in values for operation in _operations(x, memo)]
+
+    match value:
+        case None | True | False:
+            return [{None: b"N", True: b"\x88", False: b"\x89"}[value]]
+        case int():
+            return [b"\x8a\x08" + value.to_bytes(8, "little", signed=True)]
+        case str():
+            return [b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()]
+        case Name(text) if text in memo:
+            return [b"j" + memo[text].to_bytes(4, "little")]
+        case Name(text):
+            memo[text] = len(memo)
+            put = b"r" + memo[text].to_bytes(4, "little")
+            return [b"c" + "\n".join(text.rsplit(".", 1)).encode() + b"\n" + put]
+        case tuple():
+            return [b"(", *each(value), b"t"]
+        case list():
+            return [b"](", *each(value), b"e"]
+        case dict():
+            return [b"}(", *each(x for item in value.items() for x in item), b"u"]
+        case Record(name, args, None):
+            return [*each((Name(name), args)), b"R"]
+        case Record(name, args, state):
+            return [*each((Name(name), args)), b"\x81", *each((state,)), b"b"]
+    raise TypeError(f"{type(value).__name__} in metadata")
 
 
 def changed(foreign: Path, change: Callable[[dict, dict, dict], object]) -> None:

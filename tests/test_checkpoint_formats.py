@@ -114,7 +114,7 @@ def test_every_failing_fsync_ends_a_save(tmp_path, monkeypatch, format, fsyncs):
 
 KILLS = {  # where, in which call; what is the newest then
     "mid-file": ("nanomegatron.checkpoint.torch_dist.elements_at", 3, 10),
-    "before .metadata": ("nanomegatron.checkpoint.torch_dist.write_pickle", 1, 10),
+    "before .metadata": ("nanomegatron.checkpoint.torch_dist.dcp_pickle", 1, 10),
     "before the manifest": ("nanomegatron.checkpoint.folder.write_manifest", 1, 10),
     "before rename": ("os.rename", 1, 10),
     "before the root's fsync": ("nanomegatron.checkpoint.folder.sync_folder", 2, 20),

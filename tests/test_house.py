@@ -18,7 +18,7 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2610          102            136      31      28      30
+checkpoint          2568          102            136      31      28      30
 commands            1129           44             81      30      11      21
 config              2389          113            137      10      45      49
 core                3104           16            162      36      11      45

@@ -1,16 +1,19 @@
-"""Reads and writes `.metadata` of torch.distributed.checkpoint, which is a pickle, without the module pickle.
+"""Reads and writes `.metadata` of torch.distributed.checkpoint, a pickle of its tables.
 
-    torch.Size((3, 4))    GLOBAL torch.Size, (3, 4), TUPLE1, REDUCE    <->    Record("torch.Size", ((3, 4),))
+    torch.Size((3, 4))    GLOBAL torch.Size, (3, 4), TUPLE1, REDUCE    ->    Record("torch.Size", ((3, 4),))
 
 Unpickling calls what the file names. Here nothing is called (config/pickles.py), and names that are not in
-ALLOWED are refused.
+ALLOWED are refused. Our own tables are torch's objects, pickled.
 """
 
+import pickle
 from typing import Any
 
-from nanomegatron.checkpoint.files import DTYPES
-from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.config.pickles import Name, Record, build_pickle
+import torch
+
+from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, stored
+from nanomegatron.checkpoint.manifest import CheckpointError, SavedTensor, entry_name, rank_file
+from nanomegatron.config.pickles import build_pickle
 
 METADATA_LIMIT = 64 * 2**20  # bytes; reading takes about a second for 4 MiB
 DCP_CLASSES = "torch.distributed.checkpoint.metadata."
@@ -39,39 +42,31 @@ def _allowed(name: str) -> str:
     return name
 
 
-def write_pickle(value: Any) -> bytes:
-    """Return the pickle that builds the value: what `read_pickle` returns, and numbers below 2^63."""
-    memo: dict[str, int] = {}
-    return b"\x80\x02" + b"".join(_operations(value, memo)) + b"."
+def dcp_pickle(
+    tensors: dict[str, SavedTensor],
+    entries: dict[str, dict],
+    by: str,
+    objects: dict[str, tuple[str, int, int]],
+) -> bytes:
+    """Return `.metadata` of tensors. entries: {file: {entry: (begin, length, elements)}}, of their chunks.
 
+    by: who saves. objects: pickles that are there too, as (file, begin, length).
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-def _operations(value: Any, memo: dict[str, int]) -> list[bytes]:
-    """The operations that push a value. memo: the names that were pushed before."""
-
-    def each(values: Any) -> list[bytes]:
-        return [operation for x in values for operation in _operations(x, memo)]
-
-    match value:
-        case None | True | False:
-            return [{None: b"N", True: b"\x88", False: b"\x89"}[value]]
-        case int():
-            return [b"\x8a\x08" + value.to_bytes(8, "little", signed=True)]
-        case str():
-            return [b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()]
-        case Name(text) if text in memo:
-            return [b"j" + memo[text].to_bytes(4, "little")]
-        case Name(text):
-            memo[text] = len(memo)
-            put = b"r" + memo[text].to_bytes(4, "little")
-            return [b"c" + "\n".join(text.rsplit(".", 1)).encode() + b"\n" + put]
-        case tuple():
-            return [b"(", *each(value), b"t"]
-        case list():
-            return [b"](", *each(value), b"e"]
-        case dict():
-            return [b"}(", *each(x for item in value.items() for x in item), b"u"]
-        case Record(name, args, None):
-            return [*each((Name(name), args)), b"R"]
-        case Record(name, args, state):
-            return [*each((Name(name), args)), b"\x81", *each((state,)), b"b"]
-    raise TypeError(f"{type(value).__name__} in metadata")
+    table, places = {}, {}
+    for key, saved in tensors.items():
+        chunks = []
+        for rank, r in stored(saved, (0,) * len(saved.shape), saved.shape):
+            name = rank_file("torch_dist", rank)
+            begin, length, _ = entries[name][entry_name(key, r)]
+            places[dcp.MetadataIndex(key, r.offset, len(chunks))] = _StorageInfo(name, begin, length)
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.shape)))
+        properties = dcp.TensorProperties(TORCH_DTYPES[saved.dtype])
+        table[key] = dcp.TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+    for key, (name, begin, length) in objects.items():
+        places[dcp.MetadataIndex(key)] = _StorageInfo(name, begin, length)
+        table[key] = dcp.BytesStorageMetadata()
+    planned = {key: (key,) for key in tensors}
+    return pickle.dumps(dcp.Metadata(table, planned, places, dcp.StorageMeta(save_id=by)))

@@ -29,16 +29,8 @@ from typing import Any, BinaryIO
 import torch
 
 from nanomegatron.checkpoint.blocks import open_file, write_blocks
-from nanomegatron.checkpoint.dcp_metadata import (
-    DCP_CLASSES,
-    METADATA_LIMIT,
-    STORAGE_INFO,
-    Name,
-    Record,
-    read_pickle,
-    write_pickle,
-)
-from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_shard, stored, write_rank
+from nanomegatron.checkpoint.dcp_metadata import DCP_CLASSES, METADATA_LIMIT, dcp_pickle, read_pickle
+from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_shard, write_rank
 from nanomegatron.checkpoint.folder import MANIFEST, index_path
 from nanomegatron.checkpoint.manifest import (
     METADATA,
@@ -116,48 +108,8 @@ def write_metadata(
     tensors, entries = merge(indices)[0], {}
     for path in indices:
         entries |= parse_manifest(path.read_bytes()).format["entries"]
-    saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries, by, objects or {}))], 1)
+    saved = write_blocks(folder / METADATA, [dcp_pickle(tensors, entries, by, objects or {})], 1)
     return {"metadata": [saved.bytes, saved.sha256], "entries": entries}
-
-
-def _metadata(
-    tensors: dict[str, SavedTensor], entries: dict[str, dict], by: str, objects: dict[str, tuple]
-) -> Record:
-    """The tables of torch.distributed.checkpoint: tensors with their chunks, and where each chunk is."""
-    strided = Record("torch.serialization._get_layout", ("torch.strided",))
-    contiguous = Record(f"{DCP_CLASSES}_MEM_FORMAT_ENCODING", (0,))
-    table, places = {}, {}
-    for key, saved in tensors.items():
-        state = (Name(str(TORCH_DTYPES[saved.dtype])), strided, False, contiguous, False)
-        chunks = []
-        for rank, r in stored(saved, (0,) * len(saved.shape), saved.shape):
-            name = rank_file("torch_dist", rank)
-            begin, length, _ = entries[name][entry_name(key, r)]
-            index = {"fqn": key, "index": len(chunks), "offset": _size(r.offset)}
-            place = {"relative_path": name, "offset": begin, "length": length}
-            places[Record(f"{DCP_CLASSES}MetadataIndex", (), index)] = Record(STORAGE_INFO, (), place)
-            chunk = {"offsets": _size(r.offset), "sizes": _size(r.shape)}
-            chunks.append(Record(f"{DCP_CLASSES}ChunkStorageMetadata", (), chunk))
-        properties = Record(f"{DCP_CLASSES}TensorProperties", (), state)
-        tensor = {"properties": properties, "size": _size(saved.shape), "chunks": chunks}
-        table[key] = Record(f"{DCP_CLASSES}TensorStorageMetadata", (), tensor)
-    for key, (name, begin, length) in objects.items():
-        index = {"fqn": key, "index": None, "offset": None}
-        place = {"relative_path": name, "offset": begin, "length": length}
-        places[Record(f"{DCP_CLASSES}MetadataIndex", (), index)] = Record(STORAGE_INFO, (), place)
-        table[key] = Record(f"{DCP_CLASSES}BytesStorageMetadata", (), {})
-    about = {"checkpoint_id": None, "save_id": by, "load_id": None, "modules": []}
-    whole = {
-        "state_dict_metadata": table,
-        "planner_data": {key: (key,) for key in tensors},
-        "storage_data": places,
-        "storage_meta": Record(f"{DCP_CLASSES}StorageMeta", (), about),
-    }
-    return Record(f"{DCP_CLASSES}Metadata", (), whole)
-
-
-def _size(sizes: Iterable[int]) -> Record:
-    return Record("torch.Size", (tuple(sizes),))
 
 
 # Reading.
