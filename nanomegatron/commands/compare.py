@@ -1,5 +1,6 @@
 """The command `compare`: a table and a picture of several runs, and how far losses at equal tokens differ."""
 
+import io
 import math
 import shutil
 import statistics
@@ -70,10 +71,17 @@ def main(argv: list[str]) -> int:
         curves = [run.curve() for run in runs]
         if args.html:
             tables.append(evaluation_table(runs))
-            replace_file(args.html, run_page(words, curves, tables, [run.folder for run in runs]))
+            picture = io.BytesIO()
+            try:
+                draw_curves(curves, "the page's picture").figure.savefig(picture)
+            except ImportError as error:
+                words.append(str(error))
+            folders = [run.folder for run in runs]
+            replace_file(args.html, run_page(words, curves, picture.getvalue(), tables, folders))
             print(f"page    {args.html}")
         if args.picture:
-            draw_curves(curves, args.picture)
+            draw_curves(curves, args.picture).figure.savefig(args.picture)
+            print(f"picture {args.picture}")
         elif len(runs) > 1:
             print("note    --picture FILE draws the losses")
     except BrokenPipeError:
@@ -199,16 +207,16 @@ def relative_gap(a: float, b: float) -> float:
     return math.inf if math.isfinite(a) != math.isfinite(b) else 0.0
 
 
-def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
-    """Draw losses over tokens -> matplotlib's axes. Long runs are smoothed, over thin lines of each step.
+def draw_curves(curves: Sequence[Curve], what: str | Path) -> Any:
+    """Draw losses over tokens, for `what` -> matplotlib's axes. Long runs are smoothed, over thin lines.
 
     Each run has a narrower line than the one before, so that one is seen on another that it equals.
-    Raises ImportError without matplotlib, ValueError for a wrong suffix.
+    Raises ImportError without matplotlib.
     """
-    what = "training loss of each step"
+    shown = "training loss of each step"
     if any(smoothing_reach(len(line)) for _, line, _ in curves):
-        what = "training loss, smoothed"
-    axes = canvas(path, (9, 5)).add_subplot(title=f"{what}; markers: validation")
+        shown = "training loss, smoothed"
+    axes = canvas(what, (9, 5)).add_subplot(title=f"{shown}; markers: validation")
     for i, (name, line, dots) in enumerate(curves):
         color = PALETTE[i % len(PALETTE)]
         tokens, losses = ([point[axis] for point in line] for axis in (0, 1))
@@ -230,6 +238,4 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> Any:
     axes.xaxis.set_major_formatter(lambda x, _: amount(x) if x >= 0 else "")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, loc="upper right")
-    axes.figure.savefig(path)
-    print(f"picture {path}")
     return axes
