@@ -19,7 +19,7 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2568          102            136      31      28      30
-commands            1110           40             81      26      11      21
+commands            1077           40             79      26      11      21
 config              2389          113            137      10      45      49
 core                3104           16            162      36      11      45
 data                1757           70             86      22      15       9

@@ -29,7 +29,6 @@ COMMANDS = {
     "to-megatron": ("nanomegatron.commands.to_megatron", "print the Megatron-LM command of a run"),
     "doctor": ("nanomegatron.commands.doctor", "check this machine, and name what mends it"),
     "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
-    "completion": ("nanomegatron.commands.completion", "print shell completion for bash or zsh"),
 }
 
 
