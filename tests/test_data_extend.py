@@ -142,14 +142,6 @@ def test_the_counts_of_the_checkpoint_to_go_on_from(tmp_path):
     assert log == []
 
 
-def test_an_earlier_version_asked_for_what_its_settings_say(tmp_path):
-    log, settings = [], to_toml(configuration(tmp_path, train_iters=15))
-    save(tmp_path / "old", 1, cuts(1), {"consumed_samples": 4}, settings, ALONE)
-    assert data_samples(configuration(tmp_path / "old"), ALONE, log.append, 60) == [60]
-    assert data_samples(configuration(tmp_path / "old"), ALONE, log.append, 100) == [60, 100]
-    assert log == []
-
-
 @pytest.mark.parametrize("numbers", [None, "ab", ["a"], [[1]], [-5], [1.5], [True], {}])
 def test_what_are_no_numbers_of_samples(tmp_path, numbers):
     """A stranger's checkpoint may be wrong, but is no traceback."""

@@ -18,7 +18,7 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2568          102            136      31      28      30
+checkpoint          2554          102            135      31      28      29
 commands            1077           40             79      26      11      21
 config              2389          113            137      10      45      49
 core                3104           16            162      36      11      45
@@ -30,7 +30,7 @@ launch               178            0             10       0       2       5
 ops                 1758           93            152      86       2      24
 plan                1217           94            106      13       7      27
 programs             602           10             31       0      11       6
-report              1613           63             72       6      12      17
+report              1608           63             72       6      11      17
 variants             211            2              3       0       0       2
 """
 

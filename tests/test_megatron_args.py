@@ -111,17 +111,12 @@ def test_megatron_builds_no_shared_experts_with_biases():
         experts.SharedExpertMLP(config, None, gate=False)
 
 
-def test_a_checkpoint_from_before_routers_had_biases(tmp_path, capsys):
-    """It is loaded with biases of zero, which change nothing; Megatron wants them, and is written none."""
+def test_a_checkpoint_that_lacks_a_tensor(tmp_path, capsys):
+    """It is neither loaded nor written for Megatron; both name the first that is missing."""
     state, config = {"iteration": 3, "consumed_samples": 0}, to_toml(build_config(settings("gpt-moe")))
     pieces = [piece for piece in pieces_of(model_of("gpt-moe")) if not piece.key.endswith("router.bias")]
     save(tmp_path / "ours", 3, pieces, state, config, ALONE)
-    model = model_of("gpt-moe")
-    biases = [param for param in model.parameters() if param.spec.name.endswith("router.bias")]
-    assert len(biases) == 2
-    assert all(bias.any() for bias in biases)
-    (note,) = load(tmp_path / "ours", pieces_of(model), ALONE).notes
-    assert "is from before routers had biases: they start from zero" in note
-    assert not any(bias.any() for bias in biases)
+    with pytest.raises(CheckpointError, match=r"decoder.layers.0.mlp.router.bias: missing, wanted \[4\]"):
+        load(tmp_path / "ours", pieces_of(model_of("gpt-moe")), ALONE)
     assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 2
-    assert "lacks decoder.layers.0.mlp.router.bias; save it again" in capsys.readouterr().err
+    assert "lacks decoder.layers.0.mlp.router.bias, which its model has" in capsys.readouterr().err

@@ -10,9 +10,10 @@ import types
 
 import pytest
 
+from nanomegatron.config.check import record_errors
 from nanomegatron.config.settings import Config, DataConfig, RunConfig
 from nanomegatron.report.log import KEYS, RunLog
-from nanomegatron.report.writers import EXPERT_TAGS, missing_extras, read_jsonl, step_scalars
+from nanomegatron.report.writers import EXPERT_TAGS, read_jsonl, step_scalars
 from tests.spmd import run_spmd
 from tests.training import arguments, report_step, set_up
 
@@ -316,13 +317,14 @@ def test_wandb_gets_the_same_scalars(tmp_path, monkeypatch):
     assert [Wandb.calls[-1][key] for key in ("name", "dir", "entity")] == ["mine", there, "team"]
 
 
-def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_missing_extra_is_named_before_a_run_begins(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     asked = config(wandb_project="p", tensorboard_dir="tb")
-    assert len(missing_extras(asked)) == 2 and missing_extras(config()) == []
-    with pytest.raises(ValueError, match="--wandb-project p needs .* wandb: pip install wandb"):
-        RunLog(tmp_path / "run", asked)
-    assert not (tmp_path / "run").exists()
+    assert [*record_errors(asked, 1, "cpu")] == [
+        "--tensorboard-dir tb: needs the package tensorboard: pip install tensorboard",
+        "--wandb-project p: needs the package wandb: pip install wandb",
+    ]
+    assert not [*record_errors(config(), 1, "cpu")]
 
 
 # Experts

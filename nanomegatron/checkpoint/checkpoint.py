@@ -215,10 +215,6 @@ def load(
     if new:
         notes = [*notes, f"{found} has no {min(new)} of this shape: {len(new)} such start from zero"]
         pieces = [piece for piece in pieces if piece.key not in new]
-    unbiased = [piece for piece in pieces if from_before_router_biases(piece.key, shapes)]
-    if unbiased:
-        notes = [*notes, f"{found} is from before routers had biases: they start from zero"]
-        pieces = [piece for piece in pieces if not from_before_router_biases(piece.key, shapes)]
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors == [NO_STATES]:
@@ -226,19 +222,11 @@ def load(
         raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
     if errors:
         raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
-    for piece in unbiased:
-        piece.data.zero_()
     reader = formats.reader(manifest)
     _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
     if errors:
         raise CheckpointError("\n  ".join([f"{found} cannot be read:", *errors]))
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
-
-
-def from_before_router_biases(key: str, saved: Mapping[str, Any]) -> bool:
-    """Whether `key` is of a router's bias that is not in `saved`, though the router's weight is."""
-    stem = key.removesuffix(".router.bias")
-    return stem != key and key not in saved and f"{stem}.router.weight" in saved
 
 
 def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:

@@ -46,9 +46,7 @@ def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
     if lacking := only_here(source.config):
         raise ValueError(f"Megatron-LM has no model of {', '.join(lacking)}; give another --target")
     if missing := sorted(our_tensors(source.config.model, source.vocab_size).keys() - source.tensors.keys()):
-        raise ValueError(
-            f"{source.root} lacks {missing[0]}; save it again: nanomegatron train --load it --finetune"
-        )
+        raise ValueError(f"{source.root} lacks {missing[0]}, which its model has")
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
     about = source.config, source.vocab_size, source.iteration
     yield from write_megatron(folder, *about, tensors, source.state)

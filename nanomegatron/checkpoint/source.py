@@ -9,7 +9,6 @@ All ranks use the folder that rank 0 chooses.
 import math
 import tomllib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,10 +25,9 @@ from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.mesh import Mesh
 from nanomegatron.step import Progress
 
-# Settings on which the order of the data depends, besides the numbers of samples. The SOURCES say which data
-# it is; newer checkpoints know that by its contents (data/identity.py).
-SOURCES = "data-path data-args-path train-data-path split mock-data".split()
-ORDER = [*SOURCES, "variable-seq-lengths", "seq-length", "seed"]
+# Settings on which the order of the data depends, besides the numbers of samples and the data themselves
+# (data/identity.py).
+ORDER = ("variable-seq-lengths", "seq-length", "seed")
 # Settings that --use-checkpoint-opt-param-scheduler takes from the checkpoint.
 SCHEDULE = """
 lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
@@ -82,8 +80,8 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
 def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted: int) -> list[int]:
     """Return the numbers of samples of the runs before this one, and `wanted`: the data is built for them.
 
-    The former are in the checkpoint that this run resumes from, or follow from its settings if it is of an
-    earlier version. Communicates over world. Raises CheckpointError if the numbers in it are invalid.
+    The former are in the checkpoint that this run resumes from. Communicates over world. Raises
+    CheckpointError if the numbers in it are invalid.
     """
     source = find_source(config, mesh)
     root, found = source.root, source.saved(mesh)
@@ -94,15 +92,11 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
         before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
     except ValueError as error:
         raise CheckpointError(f"{root}: its settings cannot be read ({error})") from None
-    if "data_samples" not in found[0] and "train-iters" in before:
-        with suppress(ValueError):  # settings that this program does not know
-            counts = [samples_before(from_toml(found[1]), mesh.dp.size)[-1]]
     if not isinstance(counts, list) or not all(type(n) is int and n > 0 for n in counts):
         raise CheckpointError(f"{root}: data_samples {str(counts)[:80]} are not numbers of samples")
-    order = ORDER[len(SOURCES) :] if "data" in found[0] else ORDER
     if not counts:
         note = f"{root} does not say how many samples its data was made for"
-    elif changed := [f"--{key}" for key in order if before.get(key) != now.get(key)]:
+    elif changed := [f"--{key}" for key in ORDER if before.get(key) != now.get(key)]:
         note = f"{', '.join(changed)}: {root} was made with another"
     if note and mesh.rank == 0:
         warn(f"{note}: samples may be in another order, some come again and others never")

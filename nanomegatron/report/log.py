@@ -38,7 +38,6 @@ from nanomegatron.report.writers import (
     JsonLines,
     Lines,
     duration,
-    missing_extras,
     overflow,
     progress,
     progress_bar,
@@ -74,12 +73,7 @@ class RunLog:
         label: str = "rank 0",
         stream: TextIO | None = None,
     ) -> None:
-        """label: name of this rank in its warnings, such as "rank 3 tp1 dp0"; stream: None is sys.stdout.
-
-        Raises ValueError if an optional package that the configuration needs is not installed.
-        """
-        if missing := missing_extras(config):
-            raise ValueError("\n".join(missing))
+        """label: name of this rank in its warnings, such as "rank 3 tp1 dp0"; stream: None is sys.stdout."""
         self.folder, self.config = Path(folder), config
         self.rank, self.label, self.is_main = rank, label, rank == 0
         self.stream = stream or sys.stdout

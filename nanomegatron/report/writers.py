@@ -144,19 +144,6 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
 # Extras: TensorBoard, Weights & Biases, tqdm
 
 
-def missing_extras(config: Config) -> list[str]:
-    """Return a message for each package that the settings need and that is missing; imports nothing."""
-    need = {
-        "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir"),
-        "wandb": (config.run.wandb_project, "--wandb-project"),
-    }
-    return [
-        f"{flag} {value} needs the package {name}: pip install {name}, or leave the flag out"
-        for name, (value, flag) in need.items()
-        if value and importlib.util.find_spec(name) is None
-    ]
-
-
 # Prefixes of tags that are logged by iteration only; all others also by samples.
 BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
 BY_ITERATION += ENERGY_TAGS
