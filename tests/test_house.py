@@ -19,10 +19,10 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2554          102            135      31      28      29
-commands            1077           40             79      26      11      21
+commands            1077           40             78      26      11      21
 config              2389          113            137      10      45      49
 core                3104           16            162      36      11      45
-data                1757           70             86      22      15       9
+data                1749           70             86      21      15       9
 debug                644           27             43       4       4      12
 fast                1738           89             65      34       9       9
 faults              1106           38             43       3       5      17

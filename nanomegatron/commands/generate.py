@@ -28,7 +28,9 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings, why_no_checkpoint
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.config.user_files import escaped
+from nanomegatron.data.library_tokenizers import HuggingFaceTokenizer
 from nanomegatron.data.tokenizer import (
+    TikTokenizer,
     Tokenizer,
     around_a_prompt,
     build_tokenizer,
@@ -77,12 +79,14 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         args.sampling = args.sampling._replace(stops=stops_of(args.load, tokenizer))
         if args.tokenizer_hf_no_include_special_tokens:
             tokenizer = with_special_tokens(tokenizer, False)
-        encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)
-        if encode is None:
+        special = args.parse_special_tokens
+        if special and not isinstance(tokenizer, TikTokenizer | HuggingFaceTokenizer):
             raise ValueError(
                 f"--parse-special-tokens: {tokenizer.spec['type']} has none in a text; leave it out"
             )
-        args.encode = lambda prompt: prompt_ids(tokenizer, encode(prompt))
+        args.encode = lambda prompt: prompt_ids(
+            tokenizer, tokenizer.encode_many([prompt], special)[0].tolist()
+        )
         for note in around_a_prompt(tokenizer):
             say(note)
         if "" in args.prompt:

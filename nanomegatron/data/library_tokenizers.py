@@ -79,16 +79,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
-        text.encode()
-        return self._tokenizer.encode(text, add_special_tokens=self._add).ids
-
-    def encode_special(self, text: str) -> list[int]:
-        """The same, but special tokens in it are those tokens."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        return self.encode_many([text])[0].tolist()
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts -> all ids, and how many each text has; special: special tokens are those tokens."""

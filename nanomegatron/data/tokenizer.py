@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tiktoken
@@ -224,17 +224,14 @@ class TikTokenizer:
         """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
         return self._call(self._encoding.encode_ordinary, text)
 
-    def encode_special(self, text: str) -> list[int]:
-        """The same, but special tokens in it are those tokens."""
-        return self._call(self._encoding.encode, text, allowed_special="all")
-
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        return joined_ids(map(self.encode_special if special else self.encode, texts))
+        encode = partial(self._encoding.encode, allowed_special="all")
+        return joined_ids(self._call(encode if special else self._encoding.encode_ordinary, x) for x in texts)
 
     @staticmethod
-    def _call(function: Callable, *arguments: Any, **options: Any) -> Any:
+    def _call(function: Callable[[str], list[int]], text: str) -> list[int]:
         try:
-            return function(*arguments, **options)
+            return function(text)
         except BaseException as error:
             # A Rust panic, whose class no module exports, or with `encode_to_numpy` a ValueError.
             if type(error).__name__ != "PanicException" and not str(error).startswith("Regex error"):
