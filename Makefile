@@ -72,7 +72,7 @@ gpu-test: $(VENV)/.test $(VENV)/.kernels
 
 TOOL ?= memcheck
 sanitize: $(VENV)/.test $(VENV)/.kernels
-	compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude kns=at:: $(py) $(or $(ARGS),-m nanomegatron ops)
+	compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude kns=at:: $(py) $(or $(ARGS),-m tools.kernel_errors)
 
 mutations: $(VENV)/.test
 	$(py) tools/mutations.py $(ARGS)

@@ -28,7 +28,7 @@ COMMANDS = {
     "debug": ("nanomegatron.commands.debug", "run two layouts; name the first module that differs"),
     "to-megatron": ("nanomegatron.commands.to_megatron", "print the Megatron-LM command of a run"),
     "doctor": ("nanomegatron.commands.doctor", "check this machine, and name what mends it"),
-    "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
+    "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why"),
 }
 
 
