@@ -102,10 +102,10 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 
 import torch
 
-from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.convert_source import SourceModel, open_hf, open_ours, open_theirs
 from nanomegatron.checkpoint.convert_target import compare, write_hf, write_ours, write_theirs
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.config.durable import sync
 from nanomegatron.report.writers import duration, progress_bar
 
 SHARD_SIZE = 5 * 10**9  # bytes

@@ -18,19 +18,19 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2554          102            135      31      28      29
+checkpoint          2545          102            135      31      28      29
 commands            1077           40             78      26      11      21
 config              2389          113            137      10      45      49
 core                3104           16            162      36      11      45
-data                1749           70             86      21      15       9
+data                1740           70             86      21      15       9
 debug                644           27             43       4       4      12
 fast                1738           89             65      34       9       9
-faults              1106           38             43       3       5      17
+faults              1105           38             43       3       5      17
 launch               178            0             10       0       2       5
 ops                 1659           87            148      76       2      24
 plan                1217           94            106      13       7      27
 programs             602           10             31       0      11       6
-report              1608           63             72       6      11      17
+report              1607           63             72       6      11      17
 variants             211            2              3       0       0       2
 """
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanomegatron.checkpoint.manifest import CRC_BLOCK, CheckpointError, SavedFile
+from nanomegatron.config.durable import sync
 
 Bytes = bytes | memoryview
 
@@ -47,21 +48,6 @@ def write_text(path: Path, text: str) -> None:
     with open(path, "wb") as file:
         file.write(text.encode())
         sync(file)
-
-
-def sync(file: BinaryIO) -> None:
-    """Wait until everything written to the file is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries are on disk: files created in it, renames."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_blocks(

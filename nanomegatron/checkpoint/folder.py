@@ -25,7 +25,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomegatron.checkpoint.blocks import open_file, sync_folder, write_text
+from nanomegatron.checkpoint.blocks import open_file, write_text
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -35,6 +35,7 @@ from nanomegatron.checkpoint.manifest import (
     shard_name,
     to_json,
 )
+from nanomegatron.config.durable import sync_folder
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.json.sha256"
 MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has the sizes for large models

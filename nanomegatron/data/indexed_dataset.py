@@ -29,6 +29,7 @@ from typing import IO
 
 import numpy as np
 
+from nanomegatron.config.durable import sync, sync_folder
 from nanomegatron.data.sidecar import read_sidecar
 
 try:
@@ -154,7 +155,7 @@ class IndexedDatasetBuilder:
 
     def sync(self) -> None:
         """Bring what is written to the disk."""
-        _sync(self._bin)
+        sync(self._bin)
 
     def _count(self, tokens: int, lengths: np.ndarray) -> None:
         self.tokens += tokens
@@ -176,8 +177,8 @@ class IndexedDatasetBuilder:
             ):
                 file.write(part)
                 index.update(part)
-            _sync(file)
-        _sync(self._bin)
+            sync(file)
+        sync(self._bin)
         # Until the index is renamed nothing loads: an older pair of this name is removed first.
         for suffix in (".idx", ".json"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
@@ -189,7 +190,7 @@ class IndexedDatasetBuilder:
             with publish(self.prefix + ".json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
         os.replace(self.prefix + ".idx.tmp", self.prefix + ".idx")
-        _sync_folder(self.prefix)
+        sync_folder(Path(self.prefix).parent)
         self._bin.close()
 
     def abort(self) -> None:
@@ -366,24 +367,10 @@ def publish(path: str | Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path)
+        sync_folder(Path(path).parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _map(name: str) -> np.ndarray:
     return np.memmap(name, dtype=np.uint8, mode="r").view(np.ndarray)
-
-
-def _sync(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: str | Path) -> None:
-    """Sync the folder of `path`: only then is a rename durable."""
-    folder = os.open(Path(path).parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -24,6 +24,7 @@ import torch
 
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.config.cli import ConfigError, from_toml
+from nanomegatron.config.durable import sync
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import read_text
 from nanomegatron.data.indexed_dataset import lock_file
@@ -178,8 +179,7 @@ def lock(
         time.sleep(0.1)
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()} since {timestamp()}, run {number}\n")
-    file.flush()
-    os.fsync(file.fileno())
+    sync(file)
     return file
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from nanomegatron.config.durable import sync
 from nanomegatron.config.settings import Config
 from nanomegatron.report.energy import ENERGY_TAGS, energy_scalars
 
@@ -113,8 +114,7 @@ def replace_file(path: Path, text: str) -> None:
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
