@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import Piece, raw_bytes
+from nanomegatron.checkpoint.files import Piece, host_bytes
 from nanomegatron.checkpoint.folder import MANIFEST, MANIFEST_SUM
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
@@ -212,7 +212,7 @@ def hash_of(folder: Path) -> str:
     """SHA-256 of all that a kept checkpoint holds, in the order of KEPT."""
     pieces = [Piece(k, s, (0,) * len(s), torch.zeros(s, dtype=kept(k).dtype)) for k, s in KEPT.items()]
     load(folder, pieces, ALONE)
-    return hashlib.sha256(b"".join(bytes(raw_bytes(piece)) for piece in pieces)).hexdigest()
+    return hashlib.sha256(b"".join(bytes(host_bytes(piece.data)) for piece in pieces)).hexdigest()
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ FILES, FOLDER = "nanomegatron.checkpoint.files.", "nanomegatron.checkpoint.folde
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
     "after mkdir": ("nanomegatron.checkpoint.formats.write_shard", 1, 30, 20),
-    "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
+    "mid-shard": (FILES + "host_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
     "before the manifest": (FOLDER + "write_manifest", 1, 30, 20),
     "before the manifest's hash": ("os.fsync", 3, 30, 20),
@@ -382,7 +382,7 @@ def save_and_lose_a_rank(world: World, root: Path) -> int:
     mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=2), world, torch.device("cpu"))
     barrier(mesh.world)  # both are connected
     if world.rank == 1:
-        return save_and_die(world, root, 30, FILES + "raw_bytes", 1)
+        return save_and_die(world, root, 30, FILES + "host_bytes", 1)
     try:
         save_by_rank(mesh, root, (30,), 0)
     except RuntimeError:  # gloo's: the peer has gone

@@ -18,9 +18,9 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2545          102            135      31      28      29
-commands            1077           40             78      26      11      21
-config              2389          113            137      10      45      49
+checkpoint          2544          102            135      31      28      29
+commands            1075           40             77      26      11      21
+config              2389          112            137      10      45      49
 core                3104           16            162      36      11      45
 data                1740           70             86      21      15       9
 debug                644           27             43       4       4      12

@@ -168,5 +168,5 @@ def test_memory_history(tmp_path, monkeypatch):
 )
 def test_records_of_steps_that_a_run_does_not_have_are_said(done, settings, said):
     run = RunConfig(**(dict(train_iters=12, trace_dir="traces", trace_iterations=(3,)) | settings))
-    notes = unseen_notes(run, done)
+    notes = [*unseen_notes(run, done)]
     assert len(notes) == len(said) and all(map(str.startswith, notes, said))

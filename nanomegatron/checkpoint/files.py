@@ -103,7 +103,8 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     """
     pieces = in_file_order(pieces)
     header, tensors = describe_shard(pieces, rank)
-    write_rank(folder, rank, itertools.chain((header,), map(raw_bytes, pieces)), tensors, {})
+    elements = (host_bytes(piece.data) for piece in pieces)
+    write_rank(folder, rank, itertools.chain((header,), elements), tensors, {})
 
 
 def write_rank(
@@ -149,14 +150,9 @@ def header_bytes(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def raw_bytes(piece: Piece) -> Any:
-    """The piece's elements in C order, as bytes on the host; waits for the copy."""
-    return host_bytes(piece.data.detach())
-
-
 def host_bytes(x: torch.Tensor) -> Any:
-    """The elements in C order, as bytes on the host."""
-    return x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """The elements in C order, as bytes on the host; waits for the copy."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # Reading.

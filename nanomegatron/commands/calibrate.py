@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nanomegatron.config.cli import toml_value
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.plan.auto import cluster_of
 from nanomegatron.plan.cluster import CLUSTERS, RAMP, ROW_RAMP, load_cluster
@@ -92,8 +93,3 @@ def as_toml(values: dict, first: str) -> str:
         if isinstance(value, dict)
     ]
     return "\n".join([first, *plain, *tables, ""])
-
-
-def toml_value(value: object) -> str:
-    """A number, a list or a text as TOML."""
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -168,9 +168,9 @@ def resolve(config: Config, world_size: int) -> Config:
     )
 
 
-def unseen_notes(run: RunConfig, done: int) -> list[str]:
-    """Return notes on records of steps that a run does not have which continues after step `done`."""
-    left, notes = range(done + 1, run.train_iters + 1), []
+def unseen_notes(run: RunConfig, done: int) -> Iterator[str]:
+    """Yield notes on records of steps that a run does not have which continues after step `done`."""
+    left = range(done + 1, run.train_iters + 1)
     profiled = range(run.profile_step_start, run.profile_step_end)
     for name, wanted, steps in (
         ("trace_iterations", run.trace_dir, run.trace_iterations),
@@ -178,8 +178,7 @@ def unseen_notes(run: RunConfig, done: int) -> list[str]:
     ):
         if wanted and left and not any(step in left for step in steps):
             given = spelled(name, getattr(run, name))
-            notes.append(f"{given}: nothing is recorded, the steps to come are {left[0]} to {left[-1]}")
-    return notes
+            yield f"{given}: nothing is recorded, the steps to come are {left[0]} to {left[-1]}"
 
 
 def run_notes(config: Config) -> list[str]:

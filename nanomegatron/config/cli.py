@@ -388,18 +388,15 @@ def to_toml(config: Config) -> str:
     parts: dict[str, list[str]] = {}
     for part, setting, value in declared(config):
         if value is not None:
-            parts.setdefault(f"# {part}", []).append(f"{setting.name.replace('_', '-')} = {_toml(value)}")
+            parts.setdefault(f"# {part}", []).append(
+                f"{setting.name.replace('_', '-')} = {toml_value(value)}"
+            )
     return "\n\n".join("\n".join([part, *lines]) for part, lines in parts.items()) + "\n"
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
+def toml_value(value: Any) -> str:
+    """A switch, a finite number, a text or a list of these as TOML, which writes them as JSON does."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def from_toml(text: str) -> Config:

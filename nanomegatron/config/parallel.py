@@ -159,14 +159,10 @@ class ParallelConfig:
         return self.num_virtual_stages_per_pipeline_rank or CHUNKS.get(self.pipeline_schedule, 1)
 
     @property
-    def model_parallel_size(self) -> int:
-        """Processes that share one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
     def ranks_per_replica(self) -> int:
         """Processes that work on one microbatch: world / this is the number of data-parallel replicas."""
-        return self.model_parallel_size * self.context_parallel_size
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return model * self.context_parallel_size
 
     def cp_types(self, num_layers: int) -> list[str]:
         """How each layer's attention communicates over cp; all_gather is Megatron code's allgather."""
