@@ -252,7 +252,7 @@ def adamw_(
 
     params, grads, moments: `[...]` each, in the same order; step, lr, grad_scale, skip: `[]`. hyper: (beta1,
     beta2, eps, weight_decay). step: number of this update, from 1. The gradient is first divided by
-    `grad_scale` (loss scale and clipping in one); if `skip` is 1, nothing changes. See `adamw_ref_`.
+    `grad_scale` (loss scale and clipping in one); if `skip` is 1, nothing changes.
     """
     beta1, beta2, eps, weight_decay = hyper
     torch._fused_adamw_(
@@ -271,16 +271,3 @@ def adamw_(
         grad_scale=grad_scale,
         found_inf=skip,
     )
-
-
-def adamw_ref_(params, grads, moments, step, lr, hyper, grad_scale, skip) -> None:
-    """`adamw_` as the paper writes it (arXiv 1711.05101), a tensor at a time: specification and oracle."""
-    beta1, beta2, eps, weight_decay = hyper
-    if skip:
-        return
-    for p, g, m, v in zip(params, grads, *moments, strict=True):
-        g = g / grad_scale
-        m.mul_(beta1).add_(g, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.mul_(1 - lr * weight_decay)
-        p.sub_(lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps))
