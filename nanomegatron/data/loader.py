@@ -69,7 +69,26 @@ def load_batch(
     return Batch(*map(torch.from_numpy, arrays), **documents)
 
 
-class BatchLoader:
+class Prefetching:
+    """Threads that read batches ahead; without them nothing is."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "batches") if threads else None
+        self._ahead: deque[Future] = deque()
+        self._next: Any = None  # which batch is at the head of _ahead
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._drop()
+        if self._pool:
+            self._pool.shutdown()
+
+    def _drop(self) -> None:
+        while self._ahead:
+            self._ahead.pop().cancel()
+
+
+class BatchLoader(Prefetching):
     """One rank's microbatches on its device, prefetched by `num_workers` threads."""
 
     def __init__(
@@ -83,13 +102,11 @@ class BatchLoader:
         shard: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         """dp: has the `rank` and `size` of the ranks that share the data; shard: takes this rank's tokens."""
+        super().__init__(data.num_workers)
         self._dataset, self._data = dataset, data
         self._eod, self._dp = eod, dp
         self._tokens_too, self._shard = tokens_too, shard
         self._device = torch.device(device)
-        self._ahead: deque[Future[Batch]] = deque()
-        self._next = -1  # first sample of the microbatch at the head of _ahead
-        self._pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers else None
 
     def get(self, first_sample: int) -> Batch:
         """Return this rank's part of samples [first_sample, first_sample + micro_batch_size * dp.size).
@@ -106,19 +123,9 @@ class BatchLoader:
         self._next = first_sample + step
         return self._ahead.popleft().result().to(self._device)
 
-    def close(self) -> None:
-        """Stop the threads."""
-        self._drop()
-        if self._pool:
-            self._pool.shutdown()
-
     def _read(self, first_sample: int) -> Batch:
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
         batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)
         batch = self._shard(batch)
         return batch.each(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
-
-    def _drop(self) -> None:
-        while self._ahead:
-            self._ahead.pop().cancel()

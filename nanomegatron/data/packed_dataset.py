@@ -15,7 +15,6 @@ no loss. End-of-document tokens inside a document have no effect.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
 from nanomegatron.data.cache import cached_arrays
-from nanomegatron.data.loader import numbers
+from nanomegatron.data.loader import Prefetching, numbers
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.data.samples import Samples
 from nanomegatron.mesh import Axis, Mesh
@@ -91,7 +90,7 @@ def _epochs(samples: int, epochs: int, seed: int) -> np.ndarray:
     return np.concatenate([random.permutation(samples).astype(kind) for _ in range(epochs)])
 
 
-class PackLoader:
+class PackLoader(Prefetching):
     """One rank's packs of global batches, on its device; a thread prefetches the next batch."""
 
     def __init__(
@@ -104,24 +103,23 @@ class PackLoader:
         shard: Callable[[Batch, Axis], Batch],
     ) -> None:
         """config: resolved. dataset: a DocumentDataset, or a blend of them. shard: cuts packs over ranks."""
+        super().__init__(min(1, config.data.num_workers))
         self._dataset, self._data, self._shard = dataset, config.data, shard
         self._eod, self._mesh = eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
         self.ranks = Ranks.from_config(config)
-        self._pool = ThreadPoolExecutor(1, "batches") if config.data.num_workers else None
-        self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
 
     def batches(self, first_sample: int, count: int) -> list[Batch]:
         """Return this rank's packs of `count` documents from `first_sample` on.
 
         Waits for the thread that reads them; raises its error, ConfigError past the end of the data.
         """
-        found = self._ahead.pop((first_sample, count), None)
-        self._drop()
-        batches = self._read(first_sample, count) if found is None else found.result()
+        if self._next != (first_sample, count):
+            self._drop()
+        batches = self._ahead.pop().result() if self._ahead else self._read(first_sample, count)
         if self._pool is not None:
-            follows = first_sample + count, count
-            self._ahead[follows] = self._pool.submit(self._read, *follows)
+            self._next = first_sample + count, count
+            self._ahead.append(self._pool.submit(self._read, *self._next))
         return [batch.to(self._mesh.device) for batch in batches]
 
     def lengths(self, first_sample: int, count: int) -> list[int]:
@@ -133,12 +131,6 @@ class PackLoader:
         """Return the packs of all ranks for these documents."""
         lengths = self.lengths(first_sample, count)
         return plan(lengths, [*map(self._cost, lengths)], self.ranks)
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._drop()
-        if self._pool:
-            self._pool.shutdown()
 
     def _read(self, first_sample: int, count: int) -> list[Batch]:
         mine = [pack for pack in self.plan(first_sample, count) if pack.has(self._mesh.dp_cp.rank)]
@@ -153,10 +145,6 @@ class PackLoader:
             batches.append(self._shard(batch, self._mesh.cp.neighbours(pack.size)))
         pin = self._mesh.device.type == "cuda"
         return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pin else batches
-
-    def _drop(self) -> None:
-        while self._ahead:
-            self._ahead.popitem()[1].cancel()
 
 
 def load_pack(texts: Sequence[np.ndarray], ids: np.ndarray, tokens: int, seq_length: int) -> Batch:
