@@ -6,7 +6,7 @@
 #   make test       the fast tests, which need no GPU            make gpu-test   those that need one
 #   make test-full  all tests: every layout, every grid          make lint       ruff and clang-format
 #   make mutations  plant bugs, each caught by a fast test       make goldens    renew the kept results (docs/testing.md)
-#   make sanitize   the kernels' self-test under compute-sanitizer, on a GPU (docs/debugging.md); TOOL=racecheck
+#   make sanitize   all kernels under compute-sanitizer, on a GPU (docs/debugging.md); TOOL=racecheck
 #   make faults     kill, damage, interrupt: the fault matrix (docs/reliability.md; an hour); ARGS="K1 T1 --count 5"
 #   make gpu-gate OLD=../other    is this checkout as fast as that one, on one GPU? gpu-gate-many: on two and four
 #   make kernels    compile cuda/ (done by itself with a GPU)    make clean      remove all of that but runs/ and data/

@@ -18,14 +18,14 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2544          102            135      31      28      29
+checkpoint          2537          102            135      31      28      29
 commands            1075           40             77      26      11      21
 config              2389          112            137      10      45      49
 core                3104           16            162      36      11      45
 data                1735           70             85      21      15       9
 debug                644           27             43       4       4      12
 fast                1738           89             65      34       9       9
-faults              1105           38             43       3       5      17
+faults              1103           38             43       3       5      17
 launch               178            0             10       0       2       5
 ops                 1649           87            148      75       2      24
 plan                1217           94            106      13       7      27

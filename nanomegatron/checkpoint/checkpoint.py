@@ -176,9 +176,7 @@ def latest(root: str | Path) -> int | None:
 
 def latest_for_all(root: str | Path, mesh: Mesh) -> int:
     """Return `latest` as rank 0 sees it, -1 for None. Communicates over world. Raises CheckpointError."""
-    seen, errors = on_all_ranks(mesh, latest if mesh.world.rank == 0 else None, root)
-    if errors:
-        raise CheckpointError(errors[0])
+    seen = agreed(mesh, "", latest if mesh.world.rank == 0 else None, root)
     return int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
 
 
@@ -223,9 +221,7 @@ def load(
     if errors:
         raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
     reader = formats.reader(manifest)
-    _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
-    if errors:
-        raise CheckpointError("\n  ".join([f"{found} cannot be read:", *errors]))
+    agreed(mesh, f"{found} cannot be read:", files.fill, found, manifest, pieces + main, reader)
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
 
@@ -336,3 +332,11 @@ def on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, li
         error = describe_piece(caught)
     lines = [line for text in all_gather_text(error, mesh.world, mesh.device) for line in text.splitlines()]
     return result, list(dict.fromkeys(lines))
+
+
+def agreed(mesh: Mesh, title: str, work: Callable | None, *args: Any) -> Any:
+    """Return the result of `on_all_ranks`. Raises CheckpointError on all, under a title, if a rank fails."""
+    result, errors = on_all_ranks(mesh, work, *args)
+    if errors:
+        raise CheckpointError("\n  ".join(filter(None, [title, *errors])))
+    return result

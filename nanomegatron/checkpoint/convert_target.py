@@ -7,7 +7,6 @@ which nothing loads it, is written last.
 import hashlib
 import json
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,14 @@ import numpy as np
 from nanomegatron.checkpoint.convert_source import SourceModel
 from nanomegatron.checkpoint.files import host_bytes
 from nanomegatron.checkpoint.folder import make_folder, publish_folder
-from nanomegatron.checkpoint.hf import HEADER, TOKENIZER_FILES, WEIGHTS, Folder, folder_tokenizer, places
+from nanomegatron.checkpoint.hf import (
+    HEADER,
+    TOKENIZER_FILES,
+    Folder,
+    folder_tokenizer,
+    keep_source_files,
+    places,
+)
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron import our_tensors
 from nanomegatron.checkpoint.megatron_write import write_megatron
@@ -99,10 +105,7 @@ def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
 
 def keep_files(there: Folder, folder: Path, headers: bool) -> dict[str, str]:
     """Copy all files but weights, and the headers of weight files -> {name: SHA-256} of the copies."""
-    folder.mkdir()
-    for path in there.path.iterdir():
-        if path.is_file() and path.suffix not in WEIGHTS:
-            shutil.copyfile(path, folder / path.name)
+    keep_source_files(there.path, folder)
     for name in there.files if headers else ():
         with open(there.path / name, "rb") as file:
             size = file.read(8)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import on_all_ranks
+from nanomegatron.checkpoint.checkpoint import agreed
 from nanomegatron.checkpoint.files import Piece, fill
 from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.checkpoint.megatron import megatron_reader, open_megatron
@@ -16,10 +16,7 @@ from nanomegatron.mesh import Mesh
 
 def open_on_all_ranks(folder: Path, model: TransformerConfig, vocab_size: int, mesh: Mesh) -> Manifest:
     """`open_megatron` on every rank. Raises CheckpointError on all of them."""
-    manifest, errors = on_all_ranks(mesh, open_megatron, folder, model, vocab_size)
-    if errors:
-        raise CheckpointError("\n".join(errors))
-    return manifest
+    return agreed(mesh, "", open_megatron, folder, model, vocab_size)
 
 
 def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mesh: Mesh) -> list[str]:
@@ -32,9 +29,7 @@ def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mes
     there = [piece for piece in pieces if piece.key in manifest.tensors]
     if missing := [p.key for p in pieces if not (p.optional or p.key in manifest.tensors)]:
         raise CheckpointError(f"{folder}: {missing[0]} is missing, and {len(missing) - 1} more")
-    _, errors = on_all_ranks(mesh, fill, folder, manifest, there, megatron_reader)
-    if errors:
-        raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
+    agreed(mesh, f"{folder} cannot be read:", fill, folder, manifest, there, megatron_reader)
     return [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
 
 

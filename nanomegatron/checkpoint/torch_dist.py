@@ -190,7 +190,7 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
             raise CheckpointError("its files are compressed")
         if offset := index.state.get("offset"):
             extent = _numbers((place.state["offset"], place.state["length"]))
-            key = _text(index.state["fqn"]), _numbers(*offset.args)
+            key = _text(index.state["fqn"]), _numbers(offset.args[0])
             places[key] = _text(place.state["relative_path"]), (*extent, None)
     entries = {name: {} for name in sorted({name for name, _ in places.values()})}
     if wrong := [name for name in entries if not DISTCP.fullmatch(name)]:

@@ -10,7 +10,7 @@ before its first save has steps in metrics.jsonl and no checkpoint in status.jso
 
 from pathlib import Path
 
-from nanomegatron.checkpoint.checkpoint import latest, load, on_all_ranks
+from nanomegatron.checkpoint.checkpoint import agreed, latest, load
 from nanomegatron.checkpoint.folder import LATEST
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.comm import all_gather_text
@@ -28,10 +28,8 @@ def check_history(config: Config, mesh: Mesh, log: RunLog) -> None:
     Raises CheckpointError on all ranks if checkpoints are missing, unless --no-exit-on-missing-checkpoint is
     given. Gathers texts over world.
     """
-    said, errors = on_all_ranks(mesh, _compare if log.is_main else None, config, log)
+    said = agreed(mesh, "", _compare if log.is_main else None, config, log)
     text = all_gather_text(said or "", mesh.world, mesh.device)[0]
-    if errors:
-        raise CheckpointError(errors[0])
     if text and config.checkpoint.exit_on_missing_checkpoint:
         how = "mount or move back what is missing; or train from step 1 with --no-exit-on-missing-checkpoint"
         raise CheckpointError(f"{text}; {how}")
