@@ -45,6 +45,7 @@ from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.step import Training
 from tools.gpu_gate import commit_of
 
@@ -68,7 +69,7 @@ def start(flags: str) -> Training:
     world = World.from_environment()
     parsed, config = train.settings(flags.split(), world)
     device = pick_device(config.run.device, world)
-    mesh = Mesh.build(config.parallel, world, device)
+    mesh = Mesh.build(config.parallel, world, device, observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(config.run.folder, config))
     run.optimizer.cast_weights()
     return run

@@ -38,6 +38,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.report.timers import Clock
+from nanomegatron.report.traffic import Traffic
 from tools.gpu_gate import commit_of
 
 WARM_UP = 2  # calls of a form before it is timed
@@ -82,7 +83,8 @@ class Session:
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         if self.cuda:
             torch.cuda.set_device(self.device)  # before there are communicators
-        self.mesh, self.flag = Mesh.build(parallel, world, self.device), torch.zeros(1, device=self.device)
+        self.mesh = Mesh.build(parallel, world, self.device, observer=Traffic())
+        self.flag = torch.zeros(1, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
         self.peak = device_peak(name, "bfloat16")
         now, commit = datetime.datetime.now(), commit_of(Path(__file__).parent)
@@ -156,7 +158,7 @@ class Session:
         if expected is not None and not run.alone:
             row["error"] = error(run, results, expected)
         results = None
-        self.mesh.traffic.clear()
+        self.mesh.observer.counts.clear()
         before = torch.cuda.memory_allocated() if self.cuda else 0
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -164,7 +166,7 @@ class Session:
         if self.cuda:
             row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
         sent = Counter()
-        for (_, kind, unit), number in self.mesh.traffic.items():
+        for (_, kind, unit), number in self.mesh.observer.counts.items():
             sent[kind] += number * (unit == "bytes")
         return row | (dict(sent_bytes=dict(sent), sent_mib=sent.total() / 2**20) if sent else {})
 

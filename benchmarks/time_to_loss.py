@@ -52,6 +52,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.report.writers import read_jsonl
 from nanomegatron.step import build_loaders
 from tools.gpu_gate import commit_of
@@ -219,7 +220,7 @@ def run_seed(args: argparse.Namespace, begin: float) -> dict[str, Any]:
     device = pick_device(config.run.device, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    mesh = Mesh.build(config.parallel, world, device)
+    mesh = Mesh.build(config.parallel, world, device, observer=Traffic())
     rows = Rows(args.data, config.data.seq_length)
     held = Rows(args.valid, config.data.seq_length, args.held)
     peer = Course(lambda: PeerSide(args.peer, config, mesh, rows, held), args.warm)

@@ -24,32 +24,25 @@ one of four states. Each differentiable function takes it from one state to anot
 Each backward is the adjoint of its forward, `sum <f(x), y> = sum <x, f'(y)>` over the ranks; a tensor that
 is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; sequence parallelism 2205.05198.)
 
-`axis.traffic` counts calls and bytes per (axis, kind), where bytes are the size of the whole tensor on one
-rank: the input of an all-reduce, reduce-scatter or all-to-all, the output of an all-gather. Only this module
-calls torch's collectives, so a renamed collective is fixed in one place.
+`axis.observer` sees each collective and the whole tensor on this rank: the input of an all-reduce,
+reduce-scatter or all-to-all, the output of an all-gather. Only this module calls torch's collectives, so a
+renamed collective is fixed in one place.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanomegatron.mesh import Axis, Call, Link
+from nanomegatron.mesh import Axis, Link
 
 # torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def count_traffic(axis: Axis, kind: str, *tensors: torch.Tensor) -> Call:
-    """Count the communication of tensors `[...]`, one call each, in `axis.traffic`; returns it for a wait."""
-    size = sum(x.numel() * x.element_size() for x in tensors)
-    axis.traffic[axis.name, kind, "calls"] += len(tensors)
-    axis.traffic[axis.name, kind, "bytes"] += size
-    return axis.traffic.start(axis, kind, size)
 
 
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
@@ -59,24 +52,25 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
         )
 
 
+@dataclass(eq=False)
 class Pending:
     """Communication in flight: do not change its input or use its result before `wait` has returned.
 
     works: torch's Work handles, or objects with the same methods; sent `[...]`: input buffers to keep until
-    then. On a GPU the current stream waits, not the host. call: what `axis.traffic` notes as waited for.
+    then. On a GPU the current stream waits, not the host. waiting: entered meanwhile, of `axis.observer`.
     """
 
-    def __init__(self, result: Any, works: Sequence = (), sent: Sequence = (), call: Call | None = None):
-        self.result = result
-        self.works = works
-        self.sent = sent
-        self.call = call
+    result: Any
+    works: Sequence = ()
+    sent: Sequence = ()
+    waiting: AbstractContextManager = nullcontext()
 
     def wait(self) -> Any:
         """Wait, and return the result; a second call returns immediately."""
-        with self.call.axis.traffic.wait(self.call) if self.works and self.call else nullcontext():
-            for work in self.works:
-                work.wait()
+        if self.works:
+            with self.waiting:
+                for work in self.works:
+                    work.wait()
         self.works = ()
         self.sent = ()
         return self.result
@@ -90,8 +84,8 @@ class Pending:
 def start_send(x: torch.Tensor, link: Link) -> Pending:
     """Begin to send x `[...]` over a link; the receiver gets messages in the order in which they are sent."""
     x = x.contiguous()
-    call = count_traffic(link.axis, "send", x)
-    return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x], call)
+    waiting = link.axis.observer.start(link.axis, "send", [x])
+    return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x], waiting)
 
 
 def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
@@ -102,11 +96,11 @@ def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
     """
     with torch.cuda.stream(link.stream) if link.stream else nullcontext():
         out = empty()
-        call = link.axis.traffic.start(link.axis, "receive", out.numel() * out.element_size())
+        waiting = link.axis.observer.start(link.axis, "receive", [out])
         work = dist.irecv(out, link.axis.ranks[0], group=link.axis.group)
     if link.stream:
         out.record_stream(torch.cuda.current_stream())
-    return Pending(out, [work], (), call)
+    return Pending(out, [work], (), waiting)
 
 
 def start_messages(
@@ -120,11 +114,12 @@ def start_messages(
     sends, receives `[...]`: pairs of a contiguous tensor and the other rank, taken modulo the axis's size.
     Messages between two ranks arrive in the order in which they are started.
     """
-    call = count_traffic(axis, "send", *(x for x, _ in sends))
-    both = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
-    messages = [dist.P2POp(do, x, axis.ranks[peer % axis.size], axis.group) for do, x, peer in both]
+    sent = [x for x, _ in sends]
+    waiting = axis.observer.start(axis, "send", sent)
+    messages = [dist.P2POp(dist.isend, x, axis.ranks[to % axis.size], axis.group) for x, to in sends]
+    messages += [dist.P2POp(dist.irecv, x, axis.ranks[of % axis.size], axis.group) for x, of in receives]
     works = dist.batch_isend_irecv(messages) if messages else []
-    return Pending(result, works, [x for x, _ in sends], call)
+    return Pending(result, works, sent, waiting)
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
@@ -139,9 +134,9 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin to reduce x `[...]` over the axis in place."""
     if axis.size == 1:
         return Pending(x)
-    call = count_traffic(axis, "all_reduce", x)
+    waiting = axis.observer.start(axis, "all_reduce", [x])
     work = dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True)
-    return Pending(x, [work], (), call)
+    return Pending(x, [work], (), waiting)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
@@ -153,8 +148,8 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
         return Pending(x if out is None else out)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-    call = count_traffic(axis, "all_gather", out)
-    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x], call)
+    waiting = axis.observer.start(axis, "all_gather", [out])
+    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x], waiting)
 
 
 def start_reduce_scatter(
@@ -167,11 +162,11 @@ def start_reduce_scatter(
     if axis.size == 1:
         return Pending(x if out is None else out)
     _check_divides(x, axis, 0)
-    call = count_traffic(axis, "reduce_scatter", x)
+    waiting = axis.observer.start(axis, "reduce_scatter", [x])
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
-    return Pending(out, [work], [x], call)
+    return Pending(out, [work], [x], waiting)
 
 
 def start_all_to_all(
@@ -189,11 +184,11 @@ def start_all_to_all(
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    call = count_traffic(axis, "all_to_all", x)
+    waiting = axis.observer.start(axis, "all_to_all", [x])
     received = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty((max(received, rows), *x.shape[1:]))
     work = dist.all_to_all_single(out[:received], x, receive, send, group=axis.group, async_op=True)
-    return Pending(out, [work], [x], call)
+    return Pending(out, [work], [x], waiting)
 
 
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
@@ -236,14 +231,14 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite x `[...]` with the x of the axis's rank `source` -> x `[...]`"""
     if axis.size > 1:
-        with axis.traffic.wait(count_traffic(axis, "broadcast", x)):
+        with axis.observer.start(axis, "broadcast", [x]):
             dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
 def read(x: torch.Tensor, axis: Axis) -> Any:
     """Return the numbers of x `[...]`, which the axis's ranks have just communicated; the host waits."""
-    with axis.traffic.wait():
+    with axis.observer.wait():
         return x.tolist()
 
 
@@ -266,7 +261,7 @@ def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 def barrier(axis: Axis) -> None:
     """Return when every rank of the axis has called this."""
     if axis.size > 1:
-        with axis.traffic.wait(axis.traffic.start(axis, "barrier", 0)):
+        with axis.observer.start(axis, "barrier", []):
             dist.barrier(group=axis.group)
 
 

@@ -27,13 +27,11 @@ import datetime
 import math
 import os
 import socket
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,68 +43,6 @@ from nanomegatron.schedules import embedding_ranks, owners, placement
 P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
 
 
-class Call(NamedTuple):
-    """A communication that this rank has started; number: of those over this axis so far in the run."""
-
-    axis: "Axis"
-    kind: str
-    size: int  # bytes
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.size} bytes over {self.axis.name}, number {self.number}"
-
-
-class Traffic(Counter):
-    """Calls and bytes of the current step, by (axis, kind, unit); and what this rank waits for.
-
-    progress: the number of steps, evaluation batches and communications started, which `faults/watchdog.py`
-    observes. launching: the host only launches work on a GPU, so it stands still only if that work does.
-    waits: with `new_clock` (`report/timers.py`), a stopped clock for each wait in this step.
-    """
-
-    def __init__(self, counts: Iterable = ()) -> None:
-        super().__init__(counts)
-        self.progress, self.steps, self.launching = 0, 0, False
-        self.numbers: Counter = Counter()  # by axis
-        self.last: Call | None = None  # started
-        self.waiting: tuple[Call | None, float] | None = None  # for what, and since when
-        self.new_clock: Callable[[], Any] | None = None
-        self.waits: list[Any] = []
-
-    def start(self, axis: "Axis", kind: str, size: int) -> Call:
-        """Note that a communication of `size` bytes starts."""
-        self.progress += 1
-        self.numbers[axis.key] += 1
-        self.last = Call(axis, kind, size, self.numbers[axis.key])
-        return self.last
-
-    def start_step(self, launching: bool = False) -> None:
-        """Forget the counts and waits before this step or evaluation batch, whose data are there."""
-        self.clear()
-        self.waits = []
-        self.launching = launching
-        self.steps += 1
-        self.progress += 1
-
-    def end_step(self) -> tuple[dict, list[Any]]:
-        """All of the step is launched -> its counts and waits"""
-        self.launching = False
-        return dict(self), self.waits
-
-    @contextmanager
-    def wait(self, call: Call | None = None) -> Iterator[None]:
-        """Context manager: wait for a communication inside; None: for the device, thus for any of them."""
-        self.waiting = call or self.last, time.monotonic()
-        clock = self.new_clock and self.new_clock()
-        try:
-            yield
-        finally:
-            self.waiting = None
-        if clock:
-            self.waits.append(clock.stop())
-
-
 @dataclass(frozen=True)
 class Axis:
     """This rank's group along one direction of the mesh; `group` is None if the axis has one rank."""
@@ -116,7 +52,7 @@ class Axis:
     rank: int  # index of this rank in `ranks`
     ranks: tuple[int, ...]  # world ranks
     group: Any = field(default=None, compare=False, repr=False)
-    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)  # `comm.count_traffic`
+    observer: "AxisObserver" = field(default_factory=lambda: AxisObserver(), compare=False, repr=False)
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)  # see `neighbours`
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
@@ -129,12 +65,27 @@ class Axis:
         """Return this rank's subgroup of `size` neighbours. Raises ValueError if `part_sizes` lacks it."""
         if size != self.size and size not in self.parts:
             raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
-        return self if size == self.size else self.parts[size]
+        return self.parts.get(size, self)
 
     @staticmethod
     def single(name: str = "single") -> "Axis":
         """An axis of one rank, for a model on one process."""
         return Axis(name, 1, 0, (0,))
+
+
+class AxisObserver:
+    """Sees what this rank communicates. This one does nothing; that of a run is `report/traffic.py`.
+
+    Both methods return a context that is entered for the wait: on a GPU often of a stream, not of the host.
+    """
+
+    def start(self, axis: Axis, kind: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A communication of tensors `[...]` begins; kind: "all_reduce", "send", "receive", "barrier" ..."""
+        return nullcontext()
+
+    def wait(self) -> AbstractContextManager:
+        """The host is about to wait for the device, thus for any communication."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -165,22 +116,6 @@ class World:
         return World(rank, size, local, "env://", os.getppid() * ("TORCHELASTIC_RESTART_COUNT" in os.environ))
 
 
-def threads_given() -> int:
-    """Return the threads that OMP_NUM_THREADS asks for; 0 if it is not set."""
-    return torch.get_num_threads() * ("OMP_NUM_THREADS" in os.environ)
-
-
-def pick_device(asked: str, world: World) -> torch.device:
-    """Return cuda:LOCAL_RANK if there are GPUs and `asked` (--device) is not "cpu"; else the CPU.
-
-    Raises ValueError if `asked` is "cuda" and there is no GPU.
-    """
-    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
-    if asked == "cuda" and not gpus:
-        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or install a CUDA build")
-    return torch.device("cuda", world.local_rank % gpus) if gpus else torch.device("cpu")
-
-
 @dataclass(frozen=True)
 class Mesh:
     """All axes of this rank; by default those of a single process.
@@ -209,22 +144,27 @@ class Mesh:
     p2p_links: dict[tuple[int, int], Link] = field(default_factory=dict)
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
     communicators: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
+    observer: AxisObserver = field(default_factory=AxisObserver, compare=False, repr=False)
 
     @staticmethod
     def build(
-        parallel: ParallelConfig, world: World, device: torch.device, num_query_groups: int | None = None
+        parallel: ParallelConfig,
+        world: World,
+        device: torch.device,
+        num_query_groups: int | None = None,
+        observer: AxisObserver = AxisObserver(),  # noqa: B008 (has no state)
     ) -> "Mesh":
         """Connect to the other processes (if there are any) and build every group.
 
         Every rank calls this with the same `parallel`; a collective that waits longer than
         `distributed_timeout_minutes` raises. With fewer key/value heads (`num_query_groups`) than tp ranks,
-        the ranks that share a head get a group; None: groups for every number of heads.
+        the ranks that share a head get a group; None: groups for every number of heads. observer: of every
+        axis.
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
             _connect(parallel.distributed_backend, world, device, timeout)
-        builder = GroupBuilder(world.rank, device, timeout)
+        builder = GroupBuilder(world.rank, device, timeout, observer)
         axes = {name: builder.axis(name, each) for name, each in axis_groups(parallel, world.size).items()}
         for name, n in part_sizes(parallel, num_query_groups):
             parts = [g[i : i + n] for g in builder.groups[name] for i in range(0, len(g), n)]
@@ -241,7 +181,7 @@ class Mesh:
             p2p_links=links,
             groups=builder.groups,
             communicators=builder.communicators,
-            traffic=builder.traffic,
+            observer=observer,
         )
 
     @property
@@ -282,11 +222,15 @@ class GroupBuilder:
     A rank waits only for the members of its own group; disjoint groups connect at the same time.
     """
 
-    def __init__(self, rank: int, device: torch.device, timeout: datetime.timedelta) -> None:
-        self.rank, self.device, self.timeout = rank, device, timeout
+    def __init__(
+        self, rank: int, device: torch.device, timeout: datetime.timedelta, observer: AxisObserver
+    ) -> None:
+        self.rank = rank
+        self.device = device
+        self.timeout = timeout
+        self.observer = observer
         self.groups: dict[str, list[tuple[int, ...]]] = {}  # of world ranks, by axis
         self.communicators: dict[tuple[int, ...], Any] = {}  # by the ranks in it
-        self.traffic = Traffic()
 
     def axis(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
         """Build the groups of an axis, return this rank's. Groups of the same ranks share a communicator."""
@@ -295,7 +239,7 @@ class GroupBuilder:
             if len(ranks) > 1 and ranks not in self.communicators:
                 self.communicators[ranks] = self._communicator(ranks)
         mine = next((ranks for ranks in groups if self.rank in ranks), (self.rank,))
-        return Axis(name, len(mine), mine.index(self.rank), mine, self.communicators.get(mine), self.traffic)
+        return Axis(name, len(mine), mine.index(self.rank), mine, self.communicators.get(mine), self.observer)
 
     def link(self, ends: tuple[int, int]) -> Link | None:
         """Build the link `ends` in each pipeline; return this rank's, or None if it is at neither end.
@@ -308,7 +252,7 @@ class GroupBuilder:
         communicators = [self._communicator(pair, P2P_MAX_CTAS) for pair in pairs]
         for pair, group in zip(pairs, communicators, strict=True):
             if self.rank in pair:
-                axis = Axis("pp", 2, pair.index(self.rank), pair, group, self.traffic)
+                axis = Axis("pp", 2, pair.index(self.rank), pair, group, self.observer)
                 x = torch.zeros(1, device=self.device)
                 dist.send(x, pair[1], group) if axis.rank == 0 else dist.recv(x, pair[0], group)
                 return Link(axis, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
@@ -381,6 +325,22 @@ def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # dims within a group last
     ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
     return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
+
+
+def threads_given() -> int:
+    """Return the threads that OMP_NUM_THREADS asks for; 0 if it is not set."""
+    return torch.get_num_threads() * ("OMP_NUM_THREADS" in os.environ)
+
+
+def pick_device(asked: str, world: World) -> torch.device:
+    """Return cuda:LOCAL_RANK if there are GPUs and `asked` (--device) is not "cpu"; else the CPU.
+
+    Raises ValueError if `asked` is "cuda" and there is no GPU.
+    """
+    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
+    if asked == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or install a CUDA build")
+    return torch.device("cuda", world.local_rank % gpus) if gpus else torch.device("cpu")
 
 
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:

@@ -37,6 +37,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report.traffic import Traffic
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -111,7 +112,7 @@ def _rank(
             body = functools.reduce(getattr, name.split("."), importlib.import_module(module))
             body = inspect.unwrap(body)
             bare = next(iter(inspect.signature(body).parameters), "") == "world"
-            first = place if bare else Mesh.build(config, place, torch.device("cpu"))
+            first = place if bare else Mesh.build(config, place, torch.device("cpu"), observer=Traffic())
             torch.save(body(first, *args), folder / f"result{place.rank}")
             Mesh.close()
         except BaseException:  # SystemExit too: a rank that leaves early has failed

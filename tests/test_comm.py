@@ -1,11 +1,15 @@
 """Collectives against one process that knows all inputs; each differentiable pair by its adjoint identity."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nanomegatron import comm
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, AxisObserver
 from nanomegatron.report.steps import ledger
+from nanomegatron.report.traffic import Traffic
 from tests.spmd import run_spmd, spmd
 
 # The state of input and output over the axis; I is the same on every rank and counts once.
@@ -114,12 +118,12 @@ def test_pairs_are_adjoint(size):
 
 def test_axis_of_one_rank_is_the_identity():
     """The very same object comes back, and nothing is counted."""
-    axis, x = Axis.single(), of_rank(0).requires_grad_()
+    axis, x = Axis("tp", 1, 0, (0,), observer=Traffic()), of_rank(0).requires_grad_()
     plain = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "own_slice", "broadcast_")
     for name in (*plain, *PAIRS):
         assert getattr(comm, name)(x, axis) is x, name
     comm.barrier(axis)
-    assert not axis.traffic
+    assert not axis.observer.counts
 
 
 @spmd(world=4, tp=2)
@@ -132,7 +136,7 @@ def test_ledger_counts_calls_and_bytes(mesh):
     comm.all_reduce(x.detach(), mesh.dp, "max")
     comm.all_to_all(x.detach().bfloat16(), mesh.tp)
     comm.all_reduce(x.detach(), mesh.pp)  # size 1
-    assert dict(mesh.traffic) == {
+    assert dict(mesh.observer.counts) == {
         ("tp", "all_reduce", "calls"): 1,
         ("tp", "all_reduce", "bytes"): 96,
         ("tp", "all_gather", "calls"): 1,
@@ -146,6 +150,32 @@ def test_ledger_counts_calls_and_bytes(mesh):
         ("dp", "all_reduce", "calls"): 1,
         ("dp", "all_reduce", "bytes"): 96,
     }
+
+
+@spmd(world=2, tp=2)
+def test_an_observer_sees_starts_and_waits(mesh):
+    """A wait is seen while it lasts, and once; barriers and waits for the device are waits, too."""
+    traffic, inside = mesh.observer, []
+    clock = SimpleNamespace(stop=lambda: "stopped")
+    traffic.new_clock = lambda: inside.append(traffic.waiting[0]) or clock
+    x = torch.ones(4)
+    pending = comm.start_all_reduce_(x, mesh.tp)
+    started = traffic.last
+    assert str(started) == "all_reduce of 16 bytes over tp, number 1"
+    assert traffic.waiting is None and not inside
+    assert pending.wait() is x and pending.wait() is x
+    assert inside == [started] and traffic.waiting is None
+    assert comm.read(x, mesh.tp) == [2.0] * 4
+    comm.barrier(mesh.tp)
+    assert inside == [started, started, traffic.last]
+    assert str(traffic.last) == "barrier of 0 bytes over tp, number 2"
+    assert traffic.end_step() == (
+        {("tp", "all_reduce", "calls"): 1, ("tp", "all_reduce", "bytes"): 16},
+        ["stopped"] * 3,
+    )
+    unseen = replace(mesh.tp, observer=AxisObserver())
+    assert comm.read(comm.all_reduce(x, unseen), unseen) == [4.0] * 4
+    assert len(inside) == 3
 
 
 def test_ledger_is_a_table():

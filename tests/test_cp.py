@@ -74,11 +74,11 @@ def on_a_rank(mesh, kind, case, form="plain"):
     shard = shard_of(mesh.cp, S, (kind,), bounds)
     at = torch.from_numpy(shard.places)
     inputs = [x[at].requires_grad_() for x in inputs]
-    mesh.traffic.clear()
+    mesh.observer.counts.clear()
     attention = attention_over_cp(FORMS[form], mask, mesh.cp)
     context = attention(*inputs, shard, 0, mask, backend)
     grads = torch.autograd.grad(context, inputs, grad[at])
-    return at, [context.detach(), *grads], {k: v for k, v in mesh.traffic.items() if k[2] == "bytes"}
+    return at, [context.detach(), *grads], {k: v for k, v in mesh.observer.counts.items() if k[2] == "bytes"}
 
 
 def levels(size, kind):

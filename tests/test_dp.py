@@ -145,7 +145,9 @@ def record(mesh, flags):
 
     def calls():
         return sum(
-            n for (_, kind, what), n in mesh.traffic.items() if kind != "all_gather" and what == "calls"
+            n
+            for (_, kind, what), n in mesh.observer.counts.items()
+            if kind != "all_gather" and what == "calls"
         )
 
     def note(module, args, result):
@@ -170,12 +172,12 @@ def test_reductions_start_in_the_last_backward_and_gathers_end_in_the_forward(me
         sums, total, pending, n = record(mesh, flags)
         assert sums == [0, 0, 0] and total == n + 1  # one more for the norm
         assert not any(pending[-1])
-        mesh.traffic.clear()
+        mesh.observer.counts.clear()
         flags |= {"overlap_grad_reduce": True, "overlap_param_gather": True}
         sums, total, pending, n = record(mesh, flags)
         assert sums == [0, 0, n - 1] and total == n + 1  # but the tied table's
         assert pending[-1] == [True] * (n - 1) + [False]  # the embedding has waited for its own alone
-        mesh.traffic.clear()
+        mesh.observer.counts.clear()
     flags["data_parallel_sharding_strategy"] = "optim_grads"
     sums, total, pending, n = record(mesh, flags)
     assert sums == [n - 1, 2 * n - 1, 3 * n - 1] and total == 3 * n + 1
@@ -189,9 +191,9 @@ def one_collective(mesh):
     model, buckets, optimizer = built(mesh, {"use_distributed_optimizer": True})
     train_step(model, buckets, optimizer, mesh)
     elements = len(buckets.all[0].data)
-    assert mesh.traffic["dp_cp", "reduce_scatter", "bytes"] == 4 * elements
-    assert mesh.traffic["dp_cp", "all_gather", "bytes"] == 4 * elements
-    assert mesh.traffic["dp_cp", "reduce_scatter", "calls"] == 1
+    assert mesh.observer.counts["dp_cp", "reduce_scatter", "bytes"] == 4 * elements
+    assert mesh.observer.counts["dp_cp", "all_gather", "bytes"] == 4 * elements
+    assert mesh.observer.counts["dp_cp", "reduce_scatter", "calls"] == 1
 
 
 # Memory.
@@ -279,7 +281,7 @@ def test_partial_gradients_are_summed_over_tp(mesh, strategy):
     for _ in range(2):
         (sum(p.sum() for p in model.parameters()) * (mesh.rank + 1)).backward()
     buckets.finish_grad_sync()
-    assert mesh.traffic["tp", "all_reduce", "calls"] == 1
+    assert mesh.observer.counts["tp", "all_reduce", "calls"] == 1
     own = 2 * sum(rank + 1 for rank in mesh.dp_cp.ranks)
     (bucket,) = buckets.all
     found = {}
@@ -305,7 +307,7 @@ def bf16_gradients(mesh):
             assert buckets.all[0].grad_shard.dtype == expected
             shards.append(torch.cat([bucket.grad_shard.float() for bucket in buckets.all]))
         errors.append(((shards[1] - shards[0]).norm() / shards[0].norm()).item())
-    return errors, {key[1:]: n for key, n in mesh.traffic.items() if key[0] == "dp_cp"}
+    return errors, {key[1:]: n for key, n in mesh.observer.counts.items() if key[0] == "dp_cp"}
 
 
 def test_bf16_reductions_are_half_the_bytes_within_a_bound():

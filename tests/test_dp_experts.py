@@ -98,7 +98,7 @@ def test_every_way_to_cut_trains_like_torch(world, layout, full):
 def test_experts_have_buckets_of_their_own(mesh):
     """Reduced and cut over edp: half as many ranks, each with twice the share."""
     for strategy, (overlap, size) in itertools.product(STRATEGIES, ((False, None), (True, 1))):
-        mesh.traffic.clear()
+        mesh.observer.counts.clear()
         model, buckets, optimizer = built(mesh, as_flags(strategy, overlap, size))
         train_step(model, buckets, optimizer, mesh)
         for bucket in buckets.all:
@@ -108,8 +108,8 @@ def test_experts_have_buckets_of_their_own(mesh):
         expert = sum(bucket.size for bucket in buckets.all if bucket.params[0].spec.expert)
         kind = "all_reduce" if strategy == "no_shard" else "reduce_scatter"
         times = 3 if strategy == "optim_grads" else 1
-        assert mesh.traffic["edp", kind, "bytes"] == 4 * expert * times
-        assert mesh.traffic["world", "all_reduce", "calls"] == 1, "the norm"
+        assert mesh.observer.counts["edp", kind, "bytes"] == 4 * expert * times
+        assert mesh.observer.counts["world", "all_reduce", "calls"] == 1, "the norm"
         assert ("cut over 4 ranks (of experts 2)" in buckets_text(buckets)) == (strategy != "no_shard")
 
 

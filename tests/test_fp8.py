@@ -205,17 +205,17 @@ def agree(mesh, name, role):
     both = torch.arange(1.0, 9.0).view(4, 2)
     x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
     scales.no_history_yet = False
-    mesh.traffic.clear()
+    mesh.observer.counts.clear()
     cast = layer.weight(x, axis) if role == "w" else layer.cast(x, role, "both", axis)
     sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
-    assert {key[2]: count for key, count in mesh.traffic.items()} == sent
+    assert {key[2]: count for key, count in mesh.observer.counts.items()} == sent
     if name == "tensorwise":
         whole = new(name)[1].cast(both, role, "rowwise").rowwise
         same(cast.rowwise, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
     scales.end_step()
     if name == "delayed":
-        assert mesh.traffic[axis.name, "all_reduce", "calls"] == 1
-        assert mesh.traffic[axis.name, "all_reduce", "bytes"] == 6 * 4
+        assert mesh.observer.counts[axis.name, "all_reduce", "calls"] == 1
+        assert mesh.observer.counts[axis.name, "all_reduce", "bytes"] == 6 * 4
         slot = "xwg".index(role)
         assert scales.scale[slot] == torch.finfo(scales.recipe.dtype(role)).max / 8
         before = scales.scale.clone()

@@ -58,7 +58,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     if first:
         run.optimizer.cast_weights()
     found = steps(run, 4, bad=2)
-    sent = run.mesh.traffic["dp_cp", "all_gather", "bytes"]
+    sent = run.mesh.observer.counts["dp_cp", "all_gather", "bytes"]
     sharded = run.buckets.all[0].shards.size > 1
     casting = cast_by_optimizer(run.buckets)
     assert bool(casting) == ours

@@ -26,6 +26,7 @@ from nanomegatron.optim import FLOAT_MAX
 from nanomegatron.report import plots
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
@@ -38,7 +39,7 @@ PLACES = ["loss", "gradient", "weight", "exp_avg", "exp_avg_sq"]
 def started(world: World, argv: list[str], folder: str):
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), observer=Traffic())
     return train.set_up(parsed, config, mesh, RunLog(Path(folder), config, mesh.rank, mesh.label))
 
 

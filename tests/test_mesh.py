@@ -21,6 +21,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World, axis_groups, link_ends, pick_device
+from nanomegatron.report.traffic import Traffic
 from tests.spmd import run_spmd, spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,8 +107,8 @@ def test_links_connect_side_by_side(size, vpp, rounds):
 def two_meshes(world: World):
     """Sums of the ranks over every axis of two meshes, each in its own communicators."""
     cpu = torch.device("cpu")
-    first = Mesh.build(parallel(tp=2, cp=2, pp=2, ep=2, etp=1), world, cpu)
-    second = Mesh.build(parallel(tp=4), world, cpu)
+    first = Mesh.build(parallel(tp=2, cp=2, pp=2, ep=2, etp=1), world, cpu, observer=Traffic())
+    second = Mesh.build(parallel(tp=4), world, cpu, observer=Traffic())
     mine = torch.tensor([world.rank])
     for mesh, (tp, cp, dp) in (first, (2, 2, 1)), (second, (4, 1, 2)):
         at = mesh.tp.rank + tp * (mesh.cp.rank + cp * (mesh.dp.rank + dp * mesh.pp.rank))
@@ -118,7 +119,7 @@ def two_meshes(world: World):
                 assert (axis.group is None) == (axis.size == 1)
                 assert all_reduce(mine, axis).item() == sum(axis.ranks), axis
     assert second.tp.group is second.tp_cp.group, "equal groups share one communicator"
-    assert ("tp", "all_reduce", "calls") in second.traffic and first.traffic is not second.traffic
+    assert ("tp", "all_reduce", "calls") in second.observer.counts and first.observer is not second.observer
     return first.label, second.tp.ranks, first.embed.ranks
 
 

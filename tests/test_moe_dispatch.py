@@ -323,10 +323,12 @@ def test_sizes_are_read_after_other_work_is_launched(mesh):
     said.clear()
     padded = Experts(axes, moe_expert_capacity_factor=1.4, moe_pad_expert_input_to_capacity=True)
     for kind in KINDS:
-        traffic = mesh.traffic.copy()
+        traffic = mesh.observer.counts.copy()
         y = dispatch(x, probs, ids, padded, kind, FORMS["overlapped"])
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
-        asked = [(name, n) for (_, name, what), n in (mesh.traffic - traffic).items() if what == "calls"]
+        asked = [
+            (name, n) for (_, name, what), n in (mesh.observer.counts - traffic).items() if what == "calls"
+        ]
         back = {"allgather": [("all_gather", 3), ("reduce_scatter", 1)], "alltoall": [("all_to_all", 3)]}
         assert asked == back[kind]
     assert not said, "nothing is asked where sizes are known"
@@ -385,11 +387,11 @@ def test_what_is_sent(mesh):
     axes, t, sent = mesh, 8, {}
     ids = random_ids(torch.Generator().manual_seed(mesh.rank), t, 0.5)
     for kind, form in itertools.product(KINDS, ("plain", "overlapped")):
-        mesh.traffic.clear()
+        mesh.observer.counts.clear()
         x, probs = (torch.randn(t, n, requires_grad=True) for n in (H, K))
         dispatch(x, probs, ids, Experts(axes), kind, FORMS[form]).sum().backward()
-        sent[kind, form] = {key[:2]: n for key, n in mesh.traffic.items() if key[2] == "calls"}
-        sent[kind, form, "bytes"] = mesh.traffic["ep", "all_to_all", "bytes"]
+        sent[kind, form] = {key[:2]: n for key, n in mesh.observer.counts.items() if key[2] == "calls"}
+        sent[kind, form, "bytes"] = mesh.observer.counts["ep", "all_to_all", "bytes"]
     exchanges = 6  # probs and ids, x, the sums; gradients of these three
     both = {("ep", "all_to_all"): exchanges, ("etp", "all_to_all"): exchanges}
     assert sent["alltoall", "overlapped"] == {("etp_ep", "all_gather"): 1} | both

@@ -56,7 +56,7 @@ def test_table_is_the_sum_over_all_ranks(mesh):
     model = routers(mesh, own)
     load = load_of(model, CONFIG, mesh)
     table = load.table(6)
-    calls = mesh.traffic["world", "all_reduce", "calls"]
+    calls = mesh.observer.counts["world", "all_reduce", "calls"]
     if own:
         move_expert_biases([*model], kept_tokens([*model]))
     ranks = range(4)  # of the first stage

@@ -336,12 +336,12 @@ def test_the_order_in_which_all_is_launched(mesh):
         probs, ids = torch.rand(5, K), torch.rand(5, E).topk(K).indices.int()
         experts = Experts(mesh, log, **settings)
         made.clear()
-        mesh.traffic.clear()
+        mesh.observer.counts.clear()
         y = dispatch(
             x, probs, ids, experts, "alltoall", form, lambda x, log=log: Noted.apply(x, "shared", log)
         )
         torch.testing.assert_close(y, x * (1 + 2 * probs.sum(1, keepdim=True)))
-        assert mesh.traffic["etp_ep", "all_gather", "calls"] == len(set(made)) == 1
+        assert mesh.observer.counts["etp_ep", "all_gather", "calls"] == len(set(made)) == 1
         log.append("|")
         y.sum().backward()
         assert " ".join(log) == order

@@ -12,6 +12,7 @@ from nanomegatron.config.hf import read_folder
 from nanomegatron.generate import KVCache, next_logits
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.traffic import Traffic
 from tests.layouts import ROPE, flags_of
 from tests.spmd import run_spmd
 from tests.training import Task, numbers_of, save_checkpoint
@@ -30,7 +31,9 @@ def on_rank(world: World, argv: list[str], folder: str, steps: int) -> dict:
     """Logits behind a text and held-out loss, then losses of `iters` steps; saved if there were any."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    mesh = Mesh.build(
+        config.parallel, world, torch.device("cpu"), config.model.num_kv_heads, observer=Traffic()
+    )
     log, lines = RunLog(f"{folder}/runs/{config.run.run_name}", config, mesh.rank), []
     log.line = lines.append
     run = train.set_up(parsed, config, mesh, log)

@@ -125,7 +125,7 @@ def most_allocated(record: torch.profiler.profile) -> int:
 
 def wait_and_let_go(pending: Pending) -> object:
     """Pending.wait, which lets go of the tensors last, so that the profiler sees them freed."""
-    with pending.call.axis.traffic.wait(pending.call) if pending.works and pending.call else nullcontext():
+    with pending.waiting if pending.works else nullcontext():
         for work in pending.works:
             work.wait()
     time.sleep(RELEASE * bool(pending.works))

@@ -223,7 +223,7 @@ def test_messages_of_a_pair_come_in_order(mesh):
         assert (x == 100.0 * peer + i).all(), f"message {i} is {x[0]}"
     for pending in sent:
         pending.wait()
-    assert mesh.traffic["pp", "send", "calls"] == 20
+    assert mesh.observer.counts["pp", "send", "calls"] == 20
 
 
 @pytest.mark.parametrize(

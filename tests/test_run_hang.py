@@ -20,9 +20,10 @@ from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.launch import launch
 from nanomegatron.faults.watchdog import SILENT, Standstill, Watchdog, blame
-from nanomegatron.mesh import Axis, Mesh, Traffic, World
+from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.report import plots
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.traffic import Traffic
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
 T = 1.0  # seconds
@@ -93,12 +94,12 @@ def test_a_rank_that_hangs_is_named(ranks, layout, rank, how, corpus, tmp_path, 
 def out_of_order(world: World, folder: str, how: str, rank: int) -> int:
     """Four ranks, tp 2: one rank swaps two collectives, or skips one, in round 3."""
     parallel = ParallelConfig(tensor_model_parallel_size=2)
-    mesh = Mesh.build(parallel, world, torch.device("cpu"))
+    mesh = Mesh.build(parallel, world, torch.device("cpu"), observer=Traffic())
     config = replace(Config(parallel=parallel), run=replace(Config().run, hang_timeout_secs=T))
     x = torch.ones(256)
     with Watchdog(config, mesh, RunLog(folder, config, mesh.rank, mesh.label)):
         for turn in range(4):
-            mesh.traffic.start_step()
+            mesh.observer.start_step()
             axes = [mesh.tp, mesh.world if how == "swaps" else mesh.dp]
             if turn == 3 and world.rank == rank:
                 axes = axes[::-1] if how == "swaps" else axes[1:]
@@ -139,14 +140,14 @@ SHORT = 0.6  # seconds
 
 def slow(world: World, folder: str) -> int:
     """A slow start, SHORT and more without communication, a wait of half of it; then a store that hangs."""
-    mesh = Mesh.build(ParallelConfig(), world, torch.device("cpu"))
+    mesh = Mesh.build(ParallelConfig(), world, torch.device("cpu"), observer=Traffic())
     config = replace(Config(), run=replace(Config().run, hang_timeout_secs=SHORT))
     log = RunLog(folder, config, mesh.rank, mesh.label)
     with Watchdog(config, mesh, log):
         time.sleep(1.5 * SHORT * world.rank)
         comm.barrier(mesh.world)  # before the first step is done
         for _ in range(3):
-            mesh.traffic.start_step()
+            mesh.observer.start_step()
             comm.barrier(mesh.world)
         time.sleep(1.5 * SHORT + 0.5 * SHORT * world.rank)
         comm.barrier(mesh.world)
@@ -217,17 +218,17 @@ def test_what_counts_as_standing_still(monkeypatch):
         return share
 
     assert after(1000) == 0  # data building, before the first step
-    call = traffic.start(axis, "all_reduce", 8)
-    with traffic.wait(call):
+    x = [torch.ones(2)]
+    with traffic.start(axis, "all_reduce", x):
         assert after(270) == pytest.approx(0.5, rel=0.01)  # of 0.9 x 600 s
     traffic.start_step(), traffic.start_step()
     assert after(50) == pytest.approx(50 / (10 * SILENT), rel=0.05)
-    with traffic.wait(call):
+    with traffic.wait(traffic.last):
         assert after(5) == pytest.approx(0.5, rel=0.06)
         clock[0] += 1000
         assert still.share() < 0.6
         assert after(4.75) == pytest.approx(1.0, rel=0.06)
-        traffic.start(axis, "all_reduce", 8)
+        traffic.start(axis, "all_reduce", x)
         assert after(1) < 0.2
 
 

@@ -80,7 +80,7 @@ def steps_of_given_lengths(mesh, lengths: list[list[tuple[float, float]]]) -> li
         whole, wait = ranks[mesh.rank]
         step = SimpleNamespace(clock=Fixed(whole), waits=[Fixed(wait / 2)] * 2)
         stragglers.after_step(SimpleNamespace(batch=SimpleNamespace(iteration=i), **vars(step)))
-    assert isinstance(mesh.traffic.new_clock().stop().milliseconds(), float)
+    assert isinstance(mesh.observer.new_clock().stop().milliseconds(), float)
     return lines
 
 

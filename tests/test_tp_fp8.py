@@ -153,9 +153,9 @@ def overlapped_and_plain(mesh, name, wgrad, folder):
     peers = share_files(tp, folder) if folder else None
     for matmuls in (OverlappedFp8Matmuls(peers), None):
         for deferred in (False, True):
-            tp.traffic.clear()
+            tp.observer.counts.clear()
             steps = run_layers(mesh, name, True, deferred, matmuls, wgrad)
-            found.append((steps, {key: n for key, n in tp.traffic.items() if key[2] == "bytes"}))
+            found.append((steps, {key: n for key, n in tp.observer.counts.items() if key[2] == "bytes"}))
     return found
 
 
@@ -178,9 +178,9 @@ def sent(mesh, fp8):
     if not fp8:
         fc1.linear = fc2.linear = LinearFunction.apply
     x = whole()[0][: S // 2].bfloat16().requires_grad_()
-    mesh.tp.traffic.clear()
+    mesh.tp.observer.counts.clear()
     fc2(fc1(x)).sum().backward()
-    return mesh.tp.traffic["tp", "all_gather", "bytes"]
+    return mesh.tp.observer.counts["tp", "all_gather", "bytes"]
 
 
 def test_an_evaluation_raises_no_amax():

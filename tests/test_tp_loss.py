@@ -210,11 +210,11 @@ def collectives(mesh):
             FusedLossFunction.chunk = chunk
             given, _ = problem(mesh.tp, 13, sequence_parallel)
             statistics = mesh.tp.size * 2 * 4 * S * B
-            mesh.traffic.clear()
+            mesh.observer.counts.clear()
             (fused(given, mesh.tp, 13, sequence_parallel) * given.weights).sum().backward()
-            assert mesh.traffic["tp", kind, "bytes"] == size
-            assert mesh.traffic["tp", "all_gather", "bytes"] == statistics + size * sequence_parallel
-            assert mesh.traffic["tp", kind, "calls"] == 16 // chunk
+            assert mesh.observer.counts["tp", kind, "bytes"] == size
+            assert mesh.observer.counts["tp", "all_gather", "bytes"] == statistics + size * sequence_parallel
+            assert mesh.observer.counts["tp", kind, "calls"] == 16 // chunk
 
 
 def test_collectives():

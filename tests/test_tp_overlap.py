@@ -14,6 +14,7 @@ from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather_rows
 from nanomegatron.mesh import Axis
+from nanomegatron.report.traffic import Traffic
 from tests.peer_files import FileMemory
 from tests.spmd import run_spmd, spmd
 
@@ -37,16 +38,16 @@ def agrees(axis, peers, seed, n, i=24, o=16, dtype=torch.float32):
     exact = {torch.float32: dict(rtol=1e-6, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=0.1)}[dtype]
     x, weight = draw(seed + axis.rank, n, i, dtype=dtype), draw(seed, o, i, dtype=dtype).t()
     rows = draw(seed + 50 + axis.rank, n * axis.size, i, dtype=dtype)
-    axis.traffic.clear()
+    axis.observer.counts.clear()
     whole = all_gather(x, axis)
     expected = whole @ weight, reduce_scatter(rows @ weight.contiguous(), axis)
-    sent = {key: size for key, size in axis.traffic.items() if key[2] == "bytes"}
-    axis.traffic.clear()
+    sent = {key: size for key, size in axis.observer.counts.items() if key[2] == "bytes"}
+    axis.observer.counts.clear()
     y, gathered = gather_matmul(x, weight, axis, peers)
     assert torch.equal(gathered, whole)
     torch.testing.assert_close(y, expected[0], **exact)
     torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers).wait(), expected[1], **exact)
-    assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
+    assert {key: size for key, size in axis.observer.counts.items() if key[2] == "bytes"} == sent
     assert torch.equal(start_gather_rows(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
     assert torch.equal(gathered, whole), "the caller's to keep"
 
@@ -95,7 +96,7 @@ def test_odd_rows_are_refused(mesh):
 
 
 def test_alone_nothing_is_sent():
-    axis, x, weight = Axis.single(), draw(1, 3, 4), draw(2, 4, 5)
+    axis, x, weight = Axis("tp", 1, 0, (0,), observer=Traffic()), draw(1, 3, 4), draw(2, 4, 5)
     y, gathered = gather_matmul(x, weight, axis)
     assert torch.equal(y, x @ weight) and gathered is x and start_gather_rows(x, axis).wait() is x
-    assert torch.equal(matmul_scatter(x, weight, axis).wait(), x @ weight) and not axis.traffic
+    assert torch.equal(matmul_scatter(x, weight, axis).wait(), x @ weight) and not axis.observer.counts

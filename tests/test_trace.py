@@ -77,9 +77,9 @@ def record(mesh: Mesh, folder: str, step: tuple[str, int, int], skew: float) -> 
         trace.machine = lambda: mesh.rank
     tracer = trace.Tracer(mesh, Path(folder), (3,))
     stamps = pretend(mesh, tracer, seen, step)
-    before = Counter(mesh.traffic)
+    before = Counter(mesh.observer.counts)
     paths = tracer.end()
-    assert before == mesh.traffic and tracer.end() == []
+    assert before == mesh.observer.counts and tracer.end() == []
     return [[path.name for path in paths], tracer.summary, *stamps]
 
 

@@ -28,6 +28,7 @@ from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import plots
 from nanomegatron.report.banner import expected_first_loss
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 from tests.training import report_step, save_checkpoint
@@ -95,7 +96,7 @@ def first_gradients(world: World, argv: list[str], folder: str) -> dict:
     """This rank's slices of all gradients of the first step: name -> (offset, global shape, slice)."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
     parts = [(part, p) for p in run.buckets.params for part in p.spec.parts]
@@ -372,7 +373,7 @@ def save_at_once(world: World, argv: list[str], folder: str) -> None:
     """A save right after a step, when parameters are still on their way."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
     assert all(bucket.gather for bucket in run.buckets.all)
@@ -389,7 +390,7 @@ def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[boo
     """Two infinite gradients, then none: the log, and what each step has changed."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(folder, config))
     weight, sync, changed = run.model[0].layers[1].mlp.linear_fc2.weight, run.buckets.finish_grad_sync, []
 

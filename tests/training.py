@@ -26,6 +26,7 @@ from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter
+from nanomegatron.report.traffic import Traffic
 from tests.layouts import COMMON, ENTERED, FIVE_STEPS, MODELS, TWO_STEPS
 from tests.spmd import run_spmd
 
@@ -77,7 +78,9 @@ def set_up(world: World, argv: list[str], folder: str):
     """The `Training` of a command line on this rank, in a folder."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    mesh = Mesh.build(
+        config.parallel, world, torch.device("cpu"), config.model.num_kv_heads, observer=Traffic()
+    )
     return train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
 
 

@@ -144,7 +144,10 @@ def run_training(case: Case, world: Any, meshes: dict, driver: Driver) -> dict:
     parsed, config = settings(f"{case.flags} --train-iters {steps.last + 2} --run-name gate".split(), world)
     device = pick_device(config.run.device, world)
     if case.name not in meshes:  # kept: to make communicators takes seconds, and memory
-        meshes[case.name] = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+        watched = {}
+        with contextlib.suppress(Ended):  # a checkout whose mesh counts by itself
+            watched["observer"] = find("Traffic", "nanomegatron.report.traffic")()
+        meshes[case.name] = Mesh.build(config.parallel, world, device, config.model.num_kv_heads, **watched)
     mesh = meshes[case.name]
     log = RunLog(Path.cwd(), config, mesh.rank, mesh.label, io.StringIO())
     log.step = steps

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanomegatron.comm import Pending, count_traffic
+from nanomegatron.comm import Pending
 from nanomegatron.dp import ShardComm
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.peer_memory import share_memory
@@ -60,7 +60,7 @@ class PeerShards:
         """Start to reduce whole `[size]`, giving this rank's shard; by collectives if not from `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_reduce_scatter(whole, op)
-        count_traffic(self.axis, "reduce_scatter", whole)
+        self.axis.observer.start(self.axis, "reduce_scatter", [whole])
         ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
         if whole.dtype not in self.buffers:
             self.buffers[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
@@ -80,7 +80,7 @@ class PeerShards:
         """Start to fetch the other ranks' shards of whole `[size]`, by collectives if not from `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_all_gather(whole)
-        count_traffic(self.axis, "all_gather", whole)
+        self.axis.observer.start(self.axis, "all_gather", [whole])
         ranks = self.tensors[whole.data_ptr()]
         with self._after_barrier():
             for rank in self.others:

@@ -44,13 +44,13 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     if scaler.dynamic:
         scaler.scale = torch.full_like(scale, scaler.minimum)
     microbatches = run.read(run.next_batch())
-    run.mesh.traffic.start_step(launching=run.mesh.device.type == "cuda")
+    run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
     run.buckets.zero_grad_buffer(len(microbatches))
     local = run.forward_backward(microbatches)
     run.buckets.finish_grad_sync()
     total = run.over_world(local, {})["lm_loss"]
     loss, norm = comm.read(torch.stack((total, run.optimizer.grad_norm())), run.mesh.world)
-    run.mesh.traffic.end_step()
+    run.mesh.observer.end_step()
     run.progress.iteration = now
     scaler.scale = scale
     if scales is not None:

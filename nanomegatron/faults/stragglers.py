@@ -44,7 +44,7 @@ class Stragglers(Observer):
         self.stages, self.names = [int(stage) for stage, _ in rows], [name for _, name in rows]
         self.times: list[tuple[float, float]] = []  # milliseconds of computation and of waits
         self.slow = [0] * len(rows)  # windows in a row
-        mesh.traffic.new_clock = functools.partial(Clock, mesh.device)
+        mesh.observer.new_clock = functools.partial(Clock, mesh.device)
 
     def after_step(self, step: StepReport) -> None:
         """Add a step that has ended; the last of a window gathers three numbers over world, and logs."""

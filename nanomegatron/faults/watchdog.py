@@ -1,6 +1,6 @@
 """The hang watch-dog: a thread in each process that ends a run in which a rank waits too long for others.
 
-    main thread      step, communications, waits ----> mesh.traffic: progress, numbers, what it waits for
+    main thread      step, communications, waits ----> mesh.observer: steps, numbers, what it waits for
     watch-dog        every tick: heartbeat of this rank -> store; has another rank found a hang?
                      this rank has waited for T / 2: read all heartbeats; for T: read them again, report, end
     guard            T + LATE, in case that the store does not answer: report without the other ranks, end
@@ -32,15 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Mesh, Traffic, World
+from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import HANG, RunLog
+from nanomegatron.report.traffic import Call, Traffic
 
 SHARE = 0.9  # of torch's timeout of collectives: the default of T
 SILENT = 10  # times T: without a step and without a communication
 LAST_WORD = 0.3  # seconds in which rank 0 has its say before it sees that the others leave
 LATE = 1.5  # seconds in which the report must be done
 MOST = 8  # ranks, or groups of them, that a message lists
-Beat = dict[str, Any]  # n, host, place, call (kind, size, number, axis key) or None, waits, numbers by key
+Beat = dict[str, Any]  # n, host, place, call (a `Call`) or None, waits, numbers by axis
 
 
 class Standstill:
@@ -51,11 +52,12 @@ class Standstill:
         self.traffic, self.default = traffic, SHARE * timeout
         self.limit = asked or self.default
         self.tick = min(max(self.limit / 40, 0.1), 5.0)
-        self.state, self.seconds, self.before = (0, None), 0.0, time.monotonic()
+        self.state, self.seconds, self.before = (0, None, None), 0.0, time.monotonic()
 
     def share(self) -> float:
         """Return the share: 1 is a hang."""
-        state, now = (self.traffic.progress, self.traffic.waiting), time.monotonic()
+        state = self.traffic.steps, self.traffic.last, self.traffic.waiting
+        now = time.monotonic()
         self.seconds += min(now - self.before, 2 * self.tick)
         if state != self.state:
             self.state, self.seconds = state, 0.0
@@ -76,7 +78,7 @@ class Watchdog:
         self.agent = world.agent if world else 0
         if world:
             world.last_words.append(lambda: self.orphaned("the launcher, or its fork server,"))
-        self.standstill = lambda: Standstill(mesh.traffic, asked, 60 * minutes)
+        self.standstill = lambda: Standstill(mesh.observer, asked, 60 * minutes)
         self.limit, self.tick = self.standstill().limit, self.standstill().tick
         self.wanted = mesh.world.size > 1 or asked is not None
         self.store = mesh.connect_store() if self.wanted else None
@@ -138,11 +140,16 @@ class Watchdog:
     def beat(self) -> None:
         """Publish what this rank does, a `Beat`."""
         self.beats += 1
-        traffic, waiting = self.mesh.traffic, self.mesh.traffic.waiting
+        traffic, waiting = self.mesh.observer, self.mesh.observer.waiting
         call = waiting[0] if waiting else traffic.last if traffic.launching else None
-        mine = dict(n=self.beats, host=self.host, place=place(), waits=waiting is not None)
-        mine["call"] = call and (call.kind, call.size, call.number, call.axis.key)
-        mine["numbers"] = list(traffic.numbers.items())
+        mine = dict(
+            n=self.beats,
+            host=self.host,
+            place=place(),
+            call=call,
+            waits=waiting is not None,
+            numbers=list(traffic.numbers.items()),
+        )
         self.store.set(f"beat/{self.mesh.rank}", json.dumps(mine))
 
     def all_beats(self) -> dict[int, Beat]:
@@ -189,7 +196,7 @@ class Watchdog:
         """Write what this rank does, and the stacks of all its threads, to a file of its own."""
         path = Path(self.log.folder) / f"hang.{self.mesh.rank}.txt"
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            traffic = self.mesh.traffic
+            traffic = self.mesh.observer
             doing = f"waits in {traffic.waiting[0]}" if traffic.waiting else f"in {place()}"
             file.write(f"{self.mesh.label} on {self.host}: {doing}; last started: {traffic.last}\n")
             file.flush()
@@ -197,7 +204,7 @@ class Watchdog:
 
     def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> tuple[str, str]:
         """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now, and a text on it."""
-        waiting, ranks = self.mesh.traffic.waiting, range(self.mesh.world.size)
+        waiting, ranks = self.mesh.observer.waiting, range(self.mesh.world.size)
         who, words = "", [f"{HANG}: {self.mesh.label} has made no progress for {self.limit:g} s"]
         if len(ranks) > 1 and now:
             who = listed(silent(ranks, before, now) or [r for r in now if now[r]["call"] is None])
@@ -234,17 +241,15 @@ def blame(groups: dict[str, list], before: dict[int, Beat], now: dict[int, Beat]
     alive = {rank: beat for rank, beat in now.items() if rank not in lost}
     texts = [f"{named(r, now)} does not answer: it is stopped, or its machine is lost" for r in lost]
     texts += [f"{named(r, now)} is in {b['place']}" for r, b in alive.items() if b["call"] is None][:MOST]
-    calls: dict[tuple, list[int]] = {}
+    calls: dict[Call, list[int]] = {}
     for rank, beat in alive.items():
         if beat["call"]:
             kind, size, number, key = beat["call"]
-            calls.setdefault((kind, size, number, tuple(key)), []).append(rank)
+            calls.setdefault(Call(kind, size, number, tuple(key)), []).append(rank)
     for call, ranks in calls.items():
-        kind, size, number, (name, *_) = call
-        what = f"{kind} of {size} bytes over {name}, number {number}"
         behind = late(call, groups, now)
         for_whom = f", for {listed(behind)}" if behind else ""
-        texts.append(f"{listed(ranks)} wait{'s' * (len(ranks) == 1)} in {what}{for_whom}")
+        texts.append(f"{listed(ranks)} wait{'s' * (len(ranks) == 1)} in {call}{for_whom}")
     return texts[:MOST] + [f"and {len(texts) - MOST} more"] * (len(texts) > MOST)
 
 

@@ -20,6 +20,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.layout import out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.plots import draw_pictures
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.step import Training
 
 
@@ -40,7 +41,7 @@ def on_rank(
         device = pick_device(config.run.device, world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+        mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads, Traffic())
         if is_done(config, mesh):
             Mesh.close()
             return DONE

@@ -40,9 +40,9 @@ def evaluate(run: Training, stopped: Callable[[], bool], split: str = "validatio
                 total.add_(torch.stack(((output * mask).sum(), mask.sum())))
             return output
 
-        run.mesh.traffic.start_step(launching=run.mesh.device.type == "cuda")
+        run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
         execute(run.model, step, len(batches), run.message_shape, forward_only=True)
-        run.mesh.traffic.end_step()
+        run.mesh.observer.end_step()
         if config.run.empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()
     loss, tokens = comm.read(

@@ -17,13 +17,14 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Mesh, Traffic
+from nanomegatron.mesh import Mesh
 from nanomegatron.plan.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.report.banner import local_ranks
 from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
 
 FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, that are not logged
@@ -130,7 +131,7 @@ class Reporter(Observer):
         self.timers.phase()
         if self.config.log_params_norm:
             numbers["params_norm"] = self.run.optimizer.params_norm()
-        report = StepReport(self.batch, numbers, clock, self.timers.take(), self.mesh.traffic)
+        report = StepReport(self.batch, numbers, clock, self.timers.take(), self.mesh.observer)
         self.tracer.end()  # after the step's clock has stopped: drawing takes a second
         for line in self.tracer.summary:
             self.log.line(f"trace   {line}")
@@ -142,7 +143,7 @@ class Reporter(Observer):
         self.pending = step
         if before is None:
             return
-        with self.mesh.traffic.wait():
+        with self.mesh.observer.wait():
             before.read()
         self.run.observers.after_step(before)
 
@@ -154,7 +155,7 @@ class Reporter(Observer):
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         """Begin to count communication, to trace and to time."""
         self.batch = batch
-        self.mesh.traffic.start_step(launching=self.mesh.device.type == "cuda")
+        self.mesh.observer.start_step(launching=self.mesh.device.type == "cuda")
         model = self.run.model
         self.tracer.begin(batch.iteration, model.plan(len(microbatches))[0], model.placed)
         self.timers.phase("forward-backward")

@@ -31,7 +31,7 @@ import torch
 
 from nanomegatron.comm import Pending, all_gather, barrier
 from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Axis, Mesh, Traffic
+from nanomegatron.mesh import Axis, AxisObserver, Mesh
 from nanomegatron.pp import NoTracer
 from nanomegatron.report.timers import Clock, marked
 from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
@@ -149,7 +149,7 @@ class Tracer(NoTracer):
         width = max(2 * len(ops) + len(received) for ops, received in zip(step.lists, receives))
         row = torch.full((1, width), torch.nan, dtype=torch.float64)
         row[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        world = replace(mesh.world, traffic=Traffic())  # not counted as traffic of the step
+        world = replace(mesh.world, observer=AxisObserver())  # not counted as traffic of the step
         table = all_gather(row.to(mesh.device), world).cpu()
         ahead = torch.tensor(clock_offsets(world, mesh.device), dtype=torch.float64)
         return (table - ahead[:, None]).tolist()

@@ -12,6 +12,7 @@ import torch
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh
+from nanomegatron.report.traffic import Traffic
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -27,7 +28,7 @@ def _rank(place, body, parallel) -> int:
     try:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        body(Mesh.build(parallel, place, device), device)
+        body(Mesh.build(parallel, place, device, observer=Traffic()), device)
         Mesh.close()
     except BaseException:  # a rank's own words, before the launcher stops the others
         traceback.print_exc()

@@ -9,6 +9,7 @@ from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.traffic import Traffic
 from tests.gpu.ranks import needs_two
 from tests.gpu.test_layouts import ALL
 from tests.gpu.test_layouts import train as train_by_layout
@@ -37,7 +38,8 @@ def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
     """Losses, norms and good steps of 50 steps with an evaluation between; the parameters; the executor."""
     parsed, config = train.settings(argv, World())
     log = RunLog(folder, config)
-    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), log)
+    mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
+    run = train.set_up(parsed, config, mesh, log)
     run.optimizer.cast_weights()
     found = []
     for _ in range(50):
@@ -96,7 +98,8 @@ def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F8
     monkeypatch.chdir(tmp_path)
     argv = [*FLAGS, *corpus, "--train-iters", "20", "--bf16"]
     parsed, config = train.settings(argv, World())
-    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
+    mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
+    run = train.set_up(parsed, config, mesh, RunLog(tmp_path, config))
     seen = []
     for step in range(8):
         if step == 5:

@@ -18,6 +18,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter, peak_memory
+from nanomegatron.report.traffic import Traffic
 from nanomegatron.tp import ColumnParallelLinear
 from tests.training import numbers_of
 
@@ -44,7 +45,7 @@ def corpus(tmp_path) -> list[str]:
 def test_weight_gradient_accumulates_in_the_bucket(grad_dtype):
     init = Init(device=CUDA, dtype=torch.bfloat16)
     layer = ColumnParallelLinear(512, 768, Axis.single(), init, bias=False)
-    mesh = Mesh.build(ParallelConfig(), World(), CUDA)
+    mesh = Mesh.build(ParallelConfig(), World(), CUDA, observer=Traffic())
     buckets = ParamAndGradBuckets(layer, ParallelConfig(), mesh, grad_dtype)
     buckets.zero_grad_buffer(3)
     xs = [torch.randn(64, 2, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
@@ -67,7 +68,8 @@ WAYS = {
 def one_step(flags, tmp_path):
     """Gradients of the first step, and peak bytes above what was there before it."""
     parsed, config = train.settings(flags, World())
-    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
+    mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
+    run = train.set_up(parsed, config, mesh, RunLog(tmp_path, config))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = numbers_of(train.train_step(run))["lm_loss"]
@@ -100,7 +102,8 @@ def trained_on(gradients: list, flags: list[str], folder) -> tuple[list[float], 
     """Losses of 30 steps and the last main parameters; gradients are kept in the list, or taken from it."""
     folder.mkdir()
     parsed, config = train.settings(flags, World())
-    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(folder, config))
+    mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config))
     update, losses, given = run.optimizer.step, [], len(gradients) > 0
 
     def step(*numbers):
@@ -147,7 +150,8 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [*FLAGS, *corpus, *"--bf16 --train-iters 8 --hidden-dropout 0.1 --check-states-interval 2".split()]
     parsed, config = train.settings(argv, World())
-    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
+    mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
+    run = train.set_up(parsed, config, mesh, RunLog(tmp_path, config))
     run.log.begin(0, 8)
     reporter = run.observers.find(Reporter)
     reporter.take(reporter.launch(train.train_step))
