@@ -18,8 +18,10 @@ under pipeline parallelism the last stage broadcasts them. On one GPU fast/decod
 (Nucleus sampling: arXiv 1904.09751)
 """
 
+import datetime
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -197,6 +199,17 @@ def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
     return words[:1]
 
 
+def all_ranks_arrive(mesh: Mesh, seconds: float = 20) -> bool:
+    """Wait until all ranks call this; False after a timeout. Works if a collective hangs."""
+    store = mesh.connect_store()
+    keys = [f"sample/{rank}" for rank in range(mesh.world.size)]
+    store.set(keys[mesh.rank], "")
+    with suppress(RuntimeError):  # torch's DistStoreError: timed out
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+        return True
+    return False
+
+
 def show_sample(
     model: ModelChunks, tokenizer: Tokenizer, dataset: Any, mesh: Mesh, log: RunLog
 ) -> str | None:
@@ -213,7 +226,7 @@ def show_sample(
     if comm.any_rank(not ids or not 0 < len(ids[0]) < limit, mesh.world, mesh.device):
         return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
-    with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
+    with log.attempt("sample", alike=lambda: apart or all_ranks_arrive(mesh)):
         texts = generate(model, ids, 80, DEFAULT._replace(stops=frozenset([tokenizer.eod])))
     with log.attempt("sample"):
         for text in texts:

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.faults.attempt import name_of_start
@@ -189,25 +190,9 @@ class Mesh:
         """This rank's coordinates, as printed in front of its messages."""
         return f"rank {self.rank} tp{self.tp.rank} pp{self.pp.rank} cp{self.cp.rank} dp{self.dp.rank}"
 
-    @staticmethod
-    def all_ranks_arrive(place: str, seconds: float = 20) -> bool:
-        """Wait until all ranks call this for `place`; False after a timeout. Works if a collective hangs."""
-        if not dist.is_initialized():
-            return True
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], "")
-        try:
-            store.wait(keys, datetime.timedelta(seconds=seconds))
-        except RuntimeError:  # torch's DistStoreError: timed out
-            return False
-        return True
-
-    @staticmethod
-    def connect_store() -> Any:
+    def connect_store(self) -> Any:
         """Return a new connection to the store of all ranks, for a thread; a store in a single process."""
-        several = dist.is_initialized()
-        return dist.distributed_c10d._get_default_store().clone() if several else dist.HashStore()
+        return _get_default_store().clone() if self.world.size > 1 else dist.HashStore()
 
     @staticmethod
     def close() -> None:

@@ -18,7 +18,7 @@ from nanomegatron.faults.launch import launch
 from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.launch import data as run_data
 from nanomegatron.launch import ending
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh import World
 from nanomegatron.report import evaluate, plots
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
@@ -165,7 +165,7 @@ def sample_fails(world: World, argv: list[str], folder: str, name: str, ranks: s
     if str(world.rank) in ranks:
         setattr(run_sample, name, lambda *_, **__: 1 / 0)
     plots.plot_loss = lambda *_: None
-    Mesh.all_ranks_arrive.__defaults__ = (1.0,)  # seconds
+    run_sample.all_ranks_arrive.__defaults__ = (1.0,)  # seconds
     return train.run_rank(world, argv)
 
 
