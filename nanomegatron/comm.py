@@ -38,11 +38,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanomegatron.mesh import Axis, Link
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # torch before 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
-# torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
-_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from nanomegatron.mesh import Axis, Link
 
 
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
@@ -142,14 +144,15 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
 def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
     """Begin to concatenate the ranks' x `[n, ...]` along dim 0, into out `[n*size, ...]`.
 
-    x may be this rank's slice of `out`.
+    x may be this rank's slice of `out`; on an axis of size 1 it is `out`.
     """
     if axis.size == 1:
-        return Pending(x if out is None else out)
+        return Pending(x)
     x = x.contiguous()
-    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    if out is None:
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     waiting = axis.observer.start(axis, "all_gather", [out])
-    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x], waiting)
+    return Pending(out, [all_gather_single(out, x, group=axis.group, async_op=True)], [x], waiting)
 
 
 def start_reduce_scatter(
@@ -157,15 +160,16 @@ def start_reduce_scatter(
 ) -> Pending:
     """Begin to reduce x `[n, ...]` and write this rank's slice along dim 0 into out `[n/size, ...]`.
 
-    x may be overwritten; `out` may be this rank's slice of it.
+    x may be overwritten; `out` may be this rank's slice of it; on an axis of size 1 it is x.
     """
     if axis.size == 1:
-        return Pending(x if out is None else out)
+        return Pending(x)
     _check_divides(x, axis, 0)
     waiting = axis.observer.start(axis, "reduce_scatter", [x])
     x = x.contiguous()
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
-    work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
+    if out is None:
+        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    work = reduce_scatter_single(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
     return Pending(out, [work], [x], waiting)
 
 
@@ -279,7 +283,9 @@ def _pair(name: str, forward: Callable, backward: Callable) -> Callable[..., tor
             return backward(grad, *ctx.args), *(None for _ in ctx.args)
 
     def apply(x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
-        return x if axis.size == 1 else Pair.apply(x, axis, *args)
+        if axis.size == 1:
+            return x
+        return Pair.apply(x, axis, *args)
 
     Pair.__name__ = Pair.__qualname__ = apply.__name__ = name
     return apply

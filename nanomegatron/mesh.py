@@ -244,15 +244,15 @@ class GroupBuilder:
         return None
 
     def _communicator(self, ranks: tuple[int, ...], max_ctas: int | None = None) -> Any:
-        options = dict(timeout=self.timeout)  # not inherited from the default group
-        if dist.get_backend() == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = self.timeout  # else torch warns that the argument overrides it
-            nccl.is_high_priority_stream = True  # scheduled before the matmuls that overlap with it
-            if max_ctas:
-                nccl.config.max_ctas = max_ctas
-            options |= dict(pg_options=nccl, device_id=self.device)  # a device_id connects the group now
-        return dist.new_group(ranks, **options)
+        if dist.get_backend() != "nccl":
+            return dist.new_group(ranks, timeout=self.timeout)  # not inherited from the default group
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = self.timeout  # else torch warns that the argument overrides it
+        nccl.is_high_priority_stream = True  # scheduled before the matmuls that overlap with it
+        if max_ctas:
+            nccl.config.max_ctas = max_ctas
+        # A device_id connects the group now.
+        return dist.new_group(ranks, timeout=self.timeout, pg_options=nccl, device_id=self.device)
 
 
 def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
@@ -284,11 +284,11 @@ def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[t
     On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
-    levels = parallel.hierarchical_context_parallel_sizes
-    packs = range(1, cp) if parallel.dynamic_context_parallel else levels[:1]
-    sizes = [("tp", n) for n in heads if 1 < n < tp and tp % n == 0]
-    return sizes + [("cp", n) for n in packs if n < cp and cp % n == 0]
+    inner = parallel.hierarchical_context_parallel_sizes[:1]
+    heads = [n for n in range(2, tp) if num_query_groups is None or n == tp // num_query_groups]
+    packs = [n for n in range(1, cp) if parallel.dynamic_context_parallel or n in inner]
+    sizes = [("tp", n) for n in heads if tp % n == 0]
+    return sizes + [("cp", n) for n in packs if cp % n == 0]
 
 
 def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
@@ -322,10 +322,11 @@ def pick_device(asked: str, world: World) -> torch.device:
 
     Raises ValueError if `asked` is "cuda" and there is no GPU.
     """
-    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
-    if asked == "cuda" and not gpus:
+    if asked == "cuda" and not torch.cuda.device_count():
         raise ValueError("--device cuda: torch sees no GPU here; leave it out, or install a CUDA build")
-    return torch.device("cuda", world.local_rank % gpus) if gpus else torch.device("cpu")
+    if asked == "cpu" or not torch.cuda.device_count():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
@@ -348,7 +349,7 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
     # torch warns that a group of two ranks sends its messages one after the other: a link is meant to.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
-        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        backend or dist.get_default_backend_for_device(device),
         store=store,
         rank=world.rank,
         world_size=world.size,
