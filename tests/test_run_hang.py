@@ -97,7 +97,7 @@ def out_of_order(world: World, folder: str, how: str, rank: int) -> int:
     mesh = Mesh.build(parallel, world, torch.device("cpu"), observer=Traffic())
     config = replace(Config(parallel=parallel), run=replace(Config().run, hang_timeout_secs=T))
     x = torch.ones(256)
-    with Watchdog(config, mesh, RunLog(folder, config, mesh.rank, mesh.label)):
+    with Watchdog(config, mesh, RunLog(folder, config, mesh.rank, mesh.label), world):
         for turn in range(4):
             mesh.observer.start_step()
             axes = [mesh.tp, mesh.world if how == "swaps" else mesh.dp]
@@ -143,7 +143,7 @@ def slow(world: World, folder: str) -> int:
     mesh = Mesh.build(ParallelConfig(), world, torch.device("cpu"), observer=Traffic())
     config = replace(Config(), run=replace(Config().run, hang_timeout_secs=SHORT))
     log = RunLog(folder, config, mesh.rank, mesh.label)
-    with Watchdog(config, mesh, log):
+    with Watchdog(config, mesh, log, world):
         time.sleep(1.5 * SHORT * world.rank)
         comm.barrier(mesh.world)  # before the first step is done
         for _ in range(3):
@@ -152,7 +152,7 @@ def slow(world: World, folder: str) -> int:
         time.sleep(1.5 * SHORT + 0.5 * SHORT * world.rank)
         comm.barrier(mesh.world)
     time.sleep(0.2)
-    stuck = Watchdog(config, mesh, log)
+    stuck = Watchdog(config, mesh, log, world)
     stuck.beat = lambda: time.sleep(60)  # as a store whose machine is stopped
     with stuck:
         time.sleep(60 * world.rank)

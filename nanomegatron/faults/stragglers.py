@@ -84,10 +84,9 @@ def medians_of_others(compute: list[float], stages: list[int]) -> list[float]:
 
 def spread(milliseconds: list[float]) -> str:
     """Return 'min 10.0 (rank 3) median 10.2 max 11.0 ms (rank 0)'."""
-    ranks = range(len(milliseconds))
-    low, high = min(ranks, key=milliseconds.__getitem__), max(ranks, key=milliseconds.__getitem__)
+    low, high = min(milliseconds), max(milliseconds)
     middle = statistics.median(milliseconds)
     return (
-        f"min {milliseconds[low]:.1f} (rank {low}) median {middle:.1f} "
-        f"max {milliseconds[high]:.1f} ms (rank {high})"
+        f"min {low:.1f} (rank {milliseconds.index(low)}) median {middle:.1f} "
+        f"max {high:.1f} ms (rank {milliseconds.index(high)})"
     )

@@ -71,13 +71,12 @@ class Standstill:
 class Watchdog:
     """Watches this rank from `with` to its end. A single process is watched only if T is given."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: RunLog, world: World | None = None) -> None:
+    def __init__(self, config: Config, mesh: Mesh, log: RunLog, world: World) -> None:
         """world: its launcher; the process ends with it, and status.json says so."""
         asked, minutes = config.run.hang_timeout_secs, config.parallel.distributed_timeout_minutes
         self.mesh, self.log = mesh, log
-        self.agent = world.agent if world else 0
-        if world:
-            world.last_words.append(lambda: self.orphaned("the launcher, or its fork server,"))
+        self.agent = world.agent
+        world.last_words.append(lambda: self.orphaned("the launcher, or its fork server,"))
         self.standstill = lambda: Standstill(mesh.observer, asked, 60 * minutes)
         self.limit, self.tick = self.standstill().limit, self.standstill().tick
         self.wanted = mesh.world.size > 1 or asked is not None
