@@ -52,11 +52,19 @@ from nanomegatron.launch.observers import add_observers
 from nanomegatron.launch.rank import on_rank
 from nanomegatron.launch.settings import read_settings, with_processes
 from nanomegatron.launch.start import start_run
+from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
+from nanomegatron.faults.signals import NO_SIGNALS, PREEMPTED, Preempted, Signals, preempted
+from nanomegatron.faults.streak import Streak
+from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
 from nanomegatron.report.evaluate import evaluate
+from nanomegatron.plan.flops import parameter_count
+from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines, paths_text
+from nanomegatron.report.evaluate import evaluate, evaluate_only
+from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport
@@ -115,7 +123,7 @@ def set_up(
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     notes = [*parsed.notes, *run_notes(config), *check_memory(config, mesh, vocab_size)]
     paths = paths_for(config, mesh)
-    for line in banner(config, mesh, vocab_size, padded, paths.describe(config, mesh), notes):
+    for line in banner(config, mesh, vocab_size, padded, paths_text(paths, config, mesh), notes):
         log.line(line)
     for line in data_lines(config, data.datasets, progress.samples_before[-1], log.folder):
         log.line(line)

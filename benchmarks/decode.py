@@ -7,7 +7,7 @@
 
     graphs         nanomegatron generate on a GPU: fast/decode.py
     cublas         the same without the kernel for linear layers of a single token
-    plain          the form of the core, generate.py
+    plain          the form of the core, pp.next_logits
     transformers   the same shape as a model of transformers, static cache as large as the text; steps under
                    torch.compile(mode="reduce-overhead"), prompts without; skipped where it is not installed
 
@@ -46,8 +46,8 @@ from nanomegatron.config.hf import to_hf
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import Config
 from nanomegatron.fast.decode import plain_reason, read_later
-from nanomegatron.generate import stream
 from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.report.generate import stream
 from tools.gpu_gate import build_kernels, commit_of
 from tools.kernel_times import table
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
-from nanomegatron.config.check_layout import graph_conflict, graph_impl
+from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.cp import context_attention, shard_batch
@@ -96,24 +96,6 @@ class Paths:
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
     decoder: Callable | None = None  # ModelChunks.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
-
-    def describe(self, config: Config, mesh: Mesh) -> str:
-        """Describe for the banner how fast paths communicate over tp, cp and ep, and why."""
-        if config.parallel.fast_paths is False:
-            return "plain (--no-fast-paths)"
-        model, parallel, parts = config.model, config.parallel, []
-        if self.linear and mesh.tp.size > 1:
-            parts.append(f"tp matmuls in pieces, sent by {self.peers.describe(mesh.tp)}")
-        kinds = zip(parallel.cp_types(model.num_layers), model.windows, strict=True)
-        if self.context and mesh.cp.size > 1 and any("p2p" in kind and not window for kind, window in kinds):
-            parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
-        if self.moe and mesh.etp_ep.size > 1:
-            parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
-        if self.graphs:
-            parts.append(f"CUDA graphs of each {'layer' if self.graphs is GraphedLayers else 'microbatch'}")
-        elif mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
-            parts.append(f"no CUDA graphs: {graph_conflict(config, mesh.world.size, 'local')}")
-        return " | ".join(parts)
 
 
 def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:

@@ -34,7 +34,9 @@ import torch
 from torch import nn
 
 from nanomegatron import schedules
-from nanomegatron.comm import Pending, start_receive, start_send
+from nanomegatron.attention import KVCache
+from nanomegatron.batch import Batch
+from nanomegatron.comm import Pending, all_gather, broadcast_, start_receive, start_send
 from nanomegatron.fp8 import Scales
 from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
@@ -52,7 +54,7 @@ class ModelChunks(nn.ModuleList):
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
-    decoder: (stages, longest text) -> what generates in place of `generate.next_logits`, or None.
+    decoder: (stages, longest text) -> what generates in place of `next_logits`, or None.
     """
 
     decoder: Callable[["ModelChunks", int], Any] | None = None
@@ -307,3 +309,30 @@ def warm_up(
         chunk = stages[op.chunk]
         at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
         runner.run(op, None if at_end else zeros())
+
+
+def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
+    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`, unpadded.
+
+    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
+    has the whole batch, and returns the same logits. `report/generate.py` samples from them.
+    """
+    tokens = torch.tensor(columns, device=model.device)
+    b, s = tokens.shape
+    batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
+    cache.extend(s)
+    columns_here = model[0].padded_vocab_size // model.tp.size
+    logits = torch.empty(b, columns_here, dtype=model.dtype, device=model.device)
+
+    def step(chunk: GPTModel, _: int) -> torch.Tensor:
+        x = chunk(batch, cache=cache)
+        if chunk.post_process:
+            logits.copy_(x[-1])
+        return x
+
+    training = model.training
+    model.eval()  # without sequence parallelism: the sequence may have any length
+    execute(model, step, 1, model.shape(s, b), forward_only=True)
+    model.train(training)
+    broadcast_(logits, model.pp, model.last_rank)
+    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

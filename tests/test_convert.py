@@ -23,11 +23,11 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
+from nanomegatron.report.generate import Sampling, generate
 from tests.checkpoints import ALONE
 from tests.hf_models import FAMILIES, VOCAB, data, hugging_face, logit_error, rewrite, transformers
 from tests.hf_models import save as save_theirs

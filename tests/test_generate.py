@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomegatron.attention import KVCache
 from nanomegatron.batch import Batch
 from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
@@ -23,12 +24,12 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.vocabulary import write_ranks
-from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
-from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import ModelChunks
+from nanomegatron.pp import ModelChunks, next_logits
+from nanomegatron.report.generate import Sampling, generate, stream, truncated
+from nanomegatron.report.generate import sample as draw_tokens
 from tests.spmd import run_spmd
 
 VOCAB, PADDED, LONGEST = 61, 64, 32

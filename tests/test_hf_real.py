@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanomegatron.commands.generate import load_model
-from nanomegatron.generate import Sampling, generate
+from nanomegatron.report.generate import Sampling, generate
 from tests.checkpoints import ALONE
 from tests.hf_models import transformers
 from tests.test_tokenizer_oracles import fetched

@@ -21,7 +21,7 @@ TODAY = """
 checkpoint          2537          102            135      31      28      29
 commands            1075           40             77      26      11      21
 config              2389          112            137      10      45      49
-core                3066           14            150      35      11      42
+core                2963           10            146      34      10      40
 data                1735           70             85      21      15       9
 debug                644           27             43       4       4      12
 fast                1738           89             65      34       9       9
@@ -55,8 +55,11 @@ build
 step
 checkpoint/ report/
 faults/
+run
+step
+faults.alive
 checkpoint.resume
-faults.recovery debug/ generate
+faults.recovery debug/
 launch/
 preprocess
 train convert setup commands/

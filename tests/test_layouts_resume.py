@@ -7,7 +7,9 @@ import pytest
 
 import train
 from nanomegatron.generate import Sampling, generate
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.mesh import World
+from nanomegatron.report.generate import Sampling, generate
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
 from tests.training import arguments, numbers_of, save_checkpoint, set_up

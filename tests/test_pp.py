@@ -19,12 +19,12 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
 from nanomegatron.pp import ModelChunks, execute, warm_up
+from nanomegatron.report.generate import Sampling, generate
 from tests.spmd import run_spmd, spmd
 
 VOCAB, PADDED, LENGTH, MICRO, M = 61, 64, 16, 2, 6

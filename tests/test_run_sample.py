@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from nanomegatron import generate as run_sample
 from nanomegatron.config.sampling import DEFAULT
 from nanomegatron.data.tokenizer import ByteTokenizer
+from nanomegatron.report import generate as run_sample
 
 
 def test_a_run_ends_in_three_lines_of_text(monkeypatch):

@@ -9,7 +9,7 @@ from nanomegatron.commands.generate_args import main as generate
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.tokenizer import EOD, build_tokenizer, tokenizer_from_spec, with_special_tokens
-from nanomegatron.generate import prompts_of
+from nanomegatron.report.generate import prompts_of
 from tests.test_preprocess import jsonl, read, run
 from tests.tokenizer_shapes import byte_level, byte_pairs, pieces
 

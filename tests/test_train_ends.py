@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import generate as run_sample
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
 from nanomegatron.faults.exit import BAD_CONFIG, DONE
@@ -20,6 +19,7 @@ from nanomegatron.launch import data as run_data
 from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import evaluate, plots
+from nanomegatron.report import generate as run_sample
 from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 

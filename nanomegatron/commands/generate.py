@@ -41,10 +41,10 @@ from nanomegatron.data.tokenizer import (
 from nanomegatron.fast.decode import decoder, linear, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.faults.launch import launch, one_thread_if_small
-from nanomegatron.generate import generate, stream
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.pp import ModelChunks
+from nanomegatron.report.generate import generate, stream
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 

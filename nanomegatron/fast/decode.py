@@ -1,4 +1,4 @@
-"""Same result as `generate.next_logits`, within rounding: each new token by one launch of a CUDA graph.
+"""Same result as `pp.next_logits`, within rounding: each new token by one launch of a CUDA graph.
 
 A step of one token reads every weight once and computes little with each: at best it takes as long as the
 memory needs for that. The plain form launches hundreds of kernels from Python and waits for each token before
@@ -169,7 +169,7 @@ class Decoder:
     def greedy(
         self, prompts: list[list[int]], ends: list[int], stops: frozenset[int]
     ) -> Iterator[dict[int, int]]:
-        """Yield {prompt's index: likeliest token} a step, as `generate.stream` does.
+        """Yield {prompt's index: likeliest token} a step, as `report.generate.stream` does.
 
         ends: the length at which each text ends; stops: the tokens that end one before.
         """

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from nanomegatron import __version__
+from nanomegatron.build import Paths
 from nanomegatron.config.batch import stages
+from nanomegatron.config.check_layout import graph_conflict
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import ParamAndGradBuckets
+from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
@@ -57,6 +60,27 @@ def banner(
     if paths:
         yield f"paths   {paths}"
     yield from kernel_lines(config, mesh.device)
+
+
+def paths_text(paths: Paths, config: Config, mesh: Mesh) -> str:
+    """How the fast paths communicate over tp, cp and ep, and why; "" for nothing to say."""
+    if config.parallel.fast_paths is False:
+        return "plain (--no-fast-paths)"
+    model = config.model
+    parallel = config.parallel
+    parts = []
+    if paths.linear and mesh.tp.size > 1:
+        parts.append(f"tp matmuls in pieces, sent by {paths.peers.describe(mesh.tp)}")
+    kinds = zip(parallel.cp_types(model.num_layers), model.windows, strict=True)
+    if paths.context and mesh.cp.size > 1 and any("p2p" in kind and not window for kind, window in kinds):
+        parts.append(f"cp rings by {paths.peers.describe(mesh.cp, 'messages')}")
+    if paths.moe and mesh.etp_ep.size > 1:
+        parts.append(f"ep {paths.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
+    if paths.graphs:
+        parts.append(f"CUDA graphs of each {'layer' if paths.graphs is GraphedLayers else 'microbatch'}")
+    elif mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
+        parts.append(f"no CUDA graphs: {graph_conflict(config, mesh.world.size, 'local')}")
+    return " | ".join(parts)
 
 
 def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:

@@ -1,10 +1,8 @@
 """Generate text with a trained model: sample token by token, with a cache of keys and values.
 
-Tests: tests/test_generate.py. Page: docs/api.md.
-
-A token's keys and values never change once they are computed, so they are kept, and each step runs the model
-on one new token. Prompts of a batch step together, at the same position, and need neither padding nor mask
-(past the end of the shortest, longer prompts are read token by token; generate long ones separately):
+Each step runs the model on one new token (`pp.next_logits`), which attends to those in the cache. Prompts of
+a batch step together, at the same position, and need neither padding nor mask (past the end of the shortest,
+longer prompts are read token by token; generate long ones separately):
 
     prompts  a b c d        first forward   a b        logits -> c  is known: taken from the prompt
              x y                            x y                  z  is sampled
@@ -28,44 +26,15 @@ from typing import Any
 import torch
 
 from nanomegatron import comm
-from nanomegatron.batch import Batch
+from nanomegatron.attention import KVCache
 from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
-from nanomegatron.model import GPTModel
-from nanomegatron.ops.attention import core_attention
-from nanomegatron.pp import ModelChunks, execute
+from nanomegatron.pp import ModelChunks, next_logits
 from nanomegatron.report.log import RunLog
 
 SAMPLE_LINES = 3  # of text, at the end of a run
 PYTHON = re.compile(r"^[ \t]*((?:def|class) \w+[(:])", re.M)
-
-
-class KVCache:
-    """Keys and values of all positions so far, for this rank's heads: each `[max_length, b, g, d]` per layer.
-
-    An `attention.Cache`: takes a layer's new k, v `[s, b, g, d]` -> views of all, `[t, b, g, d]` each
-    """
-
-    attend = staticmethod(core_attention)
-
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
-        self.length = 0  # positions held, including those of the current forward
-        self.buffers: dict[int, torch.Tensor] = {}
-
-    def extend(self, count: int) -> None:
-        """Begin a forward over `count` new positions. Raises ValueError if there is no room for them."""
-        self.length += count
-        if self.length > self.max_length:
-            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
-
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self.buffers:
-            self.buffers[layer] = k.new_empty(2, self.max_length, *k.shape[1:])
-        buffer = self.buffers[layer][:, : self.length]
-        buffer[0, -len(k) :], buffer[1, -len(k) :] = k, v
-        return buffer[0], buffer[1]
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,32 +123,6 @@ def stream(
             [step.get(i, prompt[position] if position < len(prompt) else 0)]
             for i, prompt in enumerate(prompts)
         ]
-
-
-def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
-    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`, unpadded.
-
-    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
-    has the whole batch, and returns the same logits.
-    """
-    tokens = torch.tensor(columns, device=model.device)
-    (b, s), vocab = tokens.shape, model[0].padded_vocab_size
-    batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
-    cache.extend(s)
-    logits = torch.empty(b, vocab // model.tp.size, dtype=model.dtype, device=model.device)
-
-    def step(chunk: GPTModel, _: int) -> torch.Tensor:
-        x = chunk(batch, cache=cache)
-        if chunk.post_process:
-            logits.copy_(x[-1])
-        return x
-
-    training = model.training
-    model.eval()  # without sequence parallelism: the sequence may have any length
-    execute(model, step, 1, model.shape(s, b), forward_only=True)
-    model.train(training)
-    comm.broadcast_(logits, model.pp, model.last_rank)
-    return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
 def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
