@@ -27,7 +27,7 @@ from nanomegatron.layers import Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
-from nanomegatron.ops.rope import rope, rope_packed, rope_ref
+from nanomegatron.ops.rope import rope, rope_packed
 from nanomegatron.param import Init, scaled_std
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
@@ -145,7 +145,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache(self.layer, k, v)
         run = partial(self._attend_heads, batch=batch, cache=cache)
-        return recomputed(run, q, k, v) if self.config.recomputes("core_attn") else run(q, k, v)
+        return recomputed(run, q, k, v, when=self.config.recomputes("core_attn"))
 
     def _attend_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Cache | None
@@ -161,17 +161,19 @@ class SelfAttention(nn.Module):
     def _queries_keys_values(
         self, packed: torch.Tensor, rotary: tuple | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        if rotary is not None and self.q_norm is None and config.rope_fusion:
-            return rope_packed(packed, self.widths, self.head_dim, *rotary, config.rotary_interleaved)
+        fused = self.config.rope_fusion
+        interleaved = self.config.rotary_interleaved
+        if rotary is not None and self.q_norm is None and fused:
+            cos, sin = rotary
+            return rope_packed(packed, self.widths, self.head_dim, cos, sin, interleaved)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))
         if self.q_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
         if rotary is not None:
-            rotate = rope if config.rope_fusion else rope_ref
-            q = rotate(q, *rotary, config.rotary_interleaved)
-            k = rotate(k, *rotary, config.rotary_interleaved)
+            cos, sin = rotary
+            q = rope(q, cos, sin, interleaved, fused)
+            k = rope(k, cos, sin, interleaved, fused)
         return q, k, v
 
     def _dropout(self, q: torch.Tensor, batch: Batch) -> tuple[float, Callable | None]:

@@ -18,8 +18,8 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
-from nanomegatron.ops.norm import norm, norm_ref
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add
+from nanomegatron.ops.norm import norm
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate, new_parameter, replica, scaled_std
 from nanomegatron.recompute import recomputed
@@ -61,11 +61,7 @@ class BranchDropout:
     def __call__(self, y: torch.Tensor, batch: Batch, branch: int) -> torch.Tensor:
         if self.multiplier != 1:
             y = y * self.multiplier
-        drop = self.mask(batch, branch)
-        if drop is None:
-            return y
-        add = bias_dropout_add if self.fused else bias_dropout_add_ref
-        return add(y, None, None, drop)
+        return bias_dropout_add(y, None, None, self.mask(batch, branch), self.fused)
 
 
 class Norm(nn.Module):
@@ -87,8 +83,7 @@ class Norm(nn.Module):
             self.bias = norm_parameter(init.at("bias"), size, axis, partial, fill=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normalize = norm if self.fused else norm_ref
-        return normalize(x, self.weight, self.bias, self.eps, self.from_one)
+        return norm(x, self.weight, self.bias, self.eps, self.from_one, self.fused)
 
 
 def norm_parameter(init: Init, size: int, axis: Axis, partial: bool, fill: float) -> nn.Parameter:
@@ -143,7 +138,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
         run = partial(self.run, self, linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
-        return recomputed(run, x) if self.recompute else run(x)
+        return recomputed(run, x, when=self.recompute)
 
 
 class Embedding(nn.Module):
@@ -162,7 +157,7 @@ class Embedding(nn.Module):
         """weight: of the word embeddings."""
         super().__init__()
         self.p = config.hidden_dropout
-        self.add = bias_dropout_add if config.bias_dropout_fusion else bias_dropout_add_ref
+        self.fused = config.bias_dropout_fusion
         # Rounded to the weights' type, as transformers does.
         self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weight.dtype))
         self.word_embeddings = VocabParallelEmbedding(
@@ -180,10 +175,9 @@ class Embedding(nn.Module):
             self.position_embeddings = new_parameter(ParamSpec((part,), shape), init)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        table = self.position_embeddings
-        positions = None if table is None else batch.embedded_positions
-        x = self.word_embeddings(batch.tokens, self.multiplier, table, positions)
-        return self.add(x, None, None, hidden_dropout(self.p, batch, 0))
+        positions = batch.embedded_positions
+        x = self.word_embeddings(batch.tokens, self.multiplier, self.position_embeddings, positions)
+        return bias_dropout_add(x, None, None, hidden_dropout(self.p, batch, 0), self.fused)
 
 
 def output_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:

@@ -157,8 +157,8 @@ class GPTModel(nn.Module):
         words = stage.word_embeddings
         if words is None and (stage.pre_process or (stage.post_process and tied)):
             name = "embedding.word_embeddings.weight"
-            ends = stage.mesh.embed if tied else None
-            words = new_parameter(vocab_spec(name, sizes, config.hidden_size, tp, tied, ends), decoder)
+            spec = vocab_spec(name, sizes, config.hidden_size, tp, tied, stage.mesh.embed)
+            words = new_parameter(spec, decoder)
         self.embedding = None
         if stage.pre_process:
             self.embedding = Embedding(
@@ -205,27 +205,30 @@ class GPTModel(nn.Module):
         eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
         """
         config = self.config
-        whole = config.sequence_parallel and self.tp.size > 1 and not self.training
-        if whole and labels is not None and torch.is_grad_enabled():
+        stream = Axis.single()  # over which the residual stream is sharded along the sequence
+        if config.sequence_parallel and self.training:
+            stream = self.tp
+        elif config.sequence_parallel and self.tp.size > 1 and labels is not None and torch.is_grad_enabled():
             raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
         rotary: dict[str | None, tuple | None] = {None: None}
         for kind in {layer.rotary_kind for layer in self.layers} - {None}:
             rotary[kind] = rope_angles(batch.rotary_positions, config, kind == "local")
-        sequence_sharded = config.sequence_parallel and self.training
-        positions = own_slice(batch.positions, self.tp) if sequence_sharded else batch.positions
-        batch = replace(batch, residual_positions=positions)
+        batch = replace(batch, residual_positions=own_slice(batch.positions, stream))
         x = self.input_tensor
         self.input_tensor = None
         if self.embedding is not None:
             x = self.embedding(batch)
         elif x is None:
             raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
-        spread = self.tp if config.distribute_saved_activations and not sequence_sharded else None
+        spread = Axis.single()
+        if config.distribute_saved_activations and stream.size == 1:
+            spread = self.tp
         for segment, again in config.segments(len(self.layers)):
             layers = [self.layers[i] for i in segment]
             run = partial(self.run_layers, layers, batch=batch, rotary=rotary, cache=cache)
-            x = recomputed(run, x, spread=spread) if again else run(x)
+            x = recomputed(run, x, when=again, spread=spread)
         if self.output_layer is None:
             return x
-        x = x if cache is None else x[-1:]
+        if cache is not None:
+            x = x[-1:]
         return self.output_layer(self.final_layernorm(x), labels, batch.loss_weights)

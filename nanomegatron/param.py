@@ -125,19 +125,20 @@ def shard(
     dim: int,
     axis: Axis,
     local_size: int | None = None,
-    replicas: Axis | None = None,
+    copies: int = 1,
 ) -> Part:
     """Return this rank's part when `dim` is sharded over the axis in slices of `local_size` (None: equal).
 
-    The neighbouring ranks `replicas` hold the same slice (of key/value heads, when there are fewer heads than
+    `copies` neighbouring ranks hold the same slice (of key/value heads, when there are fewer heads than
     ranks), each with a partial sum of its gradient. Slices past the end of the global tensor are clipped
     (padded vocabulary).
     """
-    copies = replicas.size if replicas else 1
-    local_size = local_size or shape[dim] * copies // axis.size
+    if local_size is None:
+        local_size = shape[dim] * copies // axis.size
     start = min(axis.rank // copies * local_size, shape[dim])
     stop = min(start + local_size, shape[dim])
-    return Part(name, shape, axis, dim, start, stop, replicas=copies, partial=replicas)
+    holders = axis.neighbours(copies) if copies > 1 else None
+    return Part(name, shape, axis, dim, start, stop, replicas=copies, partial=holders)
 
 
 def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
@@ -180,11 +181,14 @@ def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
     return torch.empty(shape, device=init.device).normal_(0.0, init.std, generator=generator)
 
 
-def accumulate(param: nn.Parameter, write: Write) -> torch.Tensor | None:
+def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """Add a gradient to that of `param`, now or deferred -> None, or without a bucket the gradient `[...]`
 
     `write(out, beta)` makes out `[...]`, of the parameter's shape, beta * out + gradient; beta is 0 or 1.
+    Nothing is to be done for a frozen parameter, and for None.
     """
+    if param is None or not param.requires_grad:
+        return None
     if is_deferred(param, beside_nccl=True):
         param.wgrad_store.queue.append((param, write))
         return None

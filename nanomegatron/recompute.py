@@ -36,8 +36,9 @@ class RecomputeFunction(torch.autograd.Function):
         if spread.size > 1:
             kept = [own_slice(x.flatten(), spread).clone() for x in tensors]
         ctx.save_for_backward(*kept)
-        random = tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing()
-        ctx.random = torch.cuda.get_rng_state(tensors[0].device) if random else None
+        ctx.random = None
+        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            ctx.random = torch.cuda.get_rng_state(tensors[0].device)
         return run(*tensors)
 
     @staticmethod
@@ -52,7 +53,7 @@ class RecomputeFunction(torch.autograd.Function):
                 inputs.append(CaptureInputGrad.apply(x, leaf if needed else None, grads[i]))
             output = ctx.run(*inputs)
         torch.autograd.backward(output, grad)
-        return None, None, None, *(found[0] if found else None for found in grads)
+        return None, None, None, *(next(iter(found), None) for found in grads)
 
 
 class CaptureInputGrad(torch.autograd.Function):
@@ -72,16 +73,21 @@ class CaptureInputGrad(torch.autograd.Function):
         return None, None, None
 
 
-def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None) -> torch.Tensor:
-    """Compute run(*tensors), saving only the tensors; the backward runs it again.
+def recomputed(
+    run: Callable,
+    *tensors: torch.Tensor,
+    when: bool = True,
+    spread: Axis = Axis.single(),  # noqa: B008 (frozen)
+) -> torch.Tensor:
+    """Compute run(*tensors); `when` true, save only the tensors, and let the backward run it again.
 
-    tensors `[...]` -> `[...]`. The parameters that `run` uses get their gradients as usual. With `spread` the
-    saved tensors are sharded over that axis, and all-gathered before the backward.
+    tensors `[...]` -> `[...]`. The parameters that `run` uses get their gradients as usual. The saved tensors
+    are sharded over `spread`, and all-gathered before the backward.
     """
-    if not torch.is_grad_enabled():
+    if not (when and torch.is_grad_enabled()):
         return run(*tensors)
     leaf = torch.empty(0, requires_grad=True)  # weights in `run` may need gradients though no input does
-    return RecomputeFunction.apply(run, spread or Axis.single(), leaf, *tensors)
+    return RecomputeFunction.apply(run, spread, leaf, *tensors)
 
 
 @contextmanager

@@ -102,7 +102,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.bias = bias
         ctx.axis = axis
         ctx.comm = comm
-        x = all_gather(x, axis) if comm == "gather" else x
+        if comm == "gather":
+            x = all_gather(x, axis)
         if x.is_cuda and comm in ("copy", "gather"):
             return F.linear(x, weight, bias)
         y = x @ weight.t()
@@ -118,9 +119,11 @@ class LinearFunction(torch.autograd.Function):
         weight = ctx.weight
         axis = ctx.axis
         comm = ctx.comm
-        gathers_later = comm == "gather" and is_deferred(weight)
         gathered = Pending(x)
-        if comm == "gather" and not gathers_later:
+        later = Axis.single()  # over which x is still to be gathered when the weight gradient is computed
+        if comm == "gather" and is_deferred(weight):
+            later = axis
+        elif comm == "gather":
             gathered = start_all_gather(x, axis)
         dbias = bias_grad(ctx.bias, dy, accumulate)
         if comm == "scatter":
@@ -130,8 +133,7 @@ class LinearFunction(torch.autograd.Function):
         reduced = start_input_grad_sum(dx, axis, comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
-            rows = all_gather(x, axis) if gathers_later else x
-            add_product(out, dy, rows, beta)
+            add_product(out, dy, all_gather(x, later), beta)
 
         dw = accumulate(weight, write)
         return reduced.wait(), dw, None, None, dbias
@@ -141,7 +143,9 @@ def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
     """Begin to sum the input gradient dx `[s, b, i]` of a linear layer over the ranks that used its input."""
     if comm == "copy":
         return start_all_reduce_(dx, axis)
-    return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
+    if comm == "gather":
+        return start_reduce_scatter(dx, axis)
+    return Pending(dx)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -185,8 +189,7 @@ class ColumnParallelLinear(nn.Module):
         parts = []
         for part, (size, copies) in self.sizes.items():
             name = ".".join(word for word in (init.name, part, kind) if word)
-            holders = self.tp.neighbours(copies) if copies > 1 else None
-            parts.append(shard(name, (size, *rest), 0, self.tp, replicas=holders))
+            parts.append(shard(name, (size, *rest), 0, self.tp, copies=copies))
         return stacked(parts)
 
     @property
@@ -246,16 +249,16 @@ def vocab_spec(
     hidden_size: int,
     tp: Axis,
     tied: bool = False,
-    ends: Axis | None = None,
+    ends: Axis = Axis.single(),  # noqa: B008 (frozen)
 ) -> ParamSpec:
     """Return the spec of a `[padded/tp, hidden]` weight: a row per token of the vocabulary, then zero rows.
 
-    sizes: (vocabulary, padded vocabulary). tied: embedding and output layer share it. ends: the ranks of the
-    first and the last stage; if these are two, each has a copy, and the gradients of both are summed.
+    sizes: (vocabulary, padded vocabulary). tied: embedding and output layer share it; if the ranks of the
+    first and the last stage, `ends`, are two, each has a copy, and the gradients of both are summed.
     """
     rows = sizes[1] // tp.size
     part = shard(name, (sizes[0], hidden_size), 0, tp, local_size=rows)
-    if ends is not None and ends.size > 1:
+    if tied and ends.size > 1:
         part = replace(part, partial=ends)
     return ParamSpec((part,), (rows, hidden_size), tied=tied)
 
@@ -264,35 +267,36 @@ class EmbeddingFunction(torch.autograd.Function):
     """Look up ids `[b, s]` in the local table `[V/tp, h]`, zeros for ids of other ranks -> `[s, b, h]`
 
     The rank that has an id adds its position embedding, too, so the sum over tp only adds zeros: positions
-    `[n, h]`, at places `[s]` or `[b, s]`. cut: the axis whose ranks have a slice of the sequence each, for
-    which they compute the gradient of positions.
+    `[n, h]`, at position_ids `[s]` or `[b, s]`. stream: the axis over which the sequence is sharded; each of
+    its ranks computes the gradient of positions for its slice.
     """
 
     @staticmethod
-    def forward(ctx, ids, table, first, scale, positions, places, cut):
-        ctx.save_for_backward(ids, places)
+    def forward(ctx, ids, table, first, scale, positions, position_ids, stream):
+        ctx.save_for_backward(ids, position_ids)
         ctx.table = table
         ctx.positions = positions
         ctx.first = first
         ctx.scale = scale
-        ctx.cut = cut
-        return lookup(ids, table, first, scale, positions, places)
+        ctx.stream = stream
+        return lookup(ids, table, first, scale, positions, position_ids)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ids, places = ctx.saved_tensors
+        ids, position_ids = ctx.saved_tensors
         first = ctx.first
         scale = ctx.scale
-        cut = ctx.cut
+        stream = ctx.stream
 
         def write_words(out: torch.Tensor, beta: int) -> None:
             add_word_grad_(out, ids, grad if scale == 1 else grad * scale, first, beta)
 
         def write_positions(out: torch.Tensor, beta: int) -> None:
-            add_position_grad_(out, own_slice(places.t(), cut).t(), own_slice(grad, cut), beta)
+            own_ids = own_slice(position_ids.t(), stream).t()
+            add_position_grad_(out, own_ids, own_slice(grad, stream), beta)
 
-        words = accumulate(ctx.table, write_words) if ctx.needs_input_grad[1] else None
-        others = accumulate(ctx.positions, write_positions) if ctx.needs_input_grad[4] else None
+        words = accumulate(ctx.table, write_words)
+        others = accumulate(ctx.positions, write_positions)
         return None, words, None, None, others, None, None
 
 
@@ -300,7 +304,7 @@ class VocabParallelEmbedding(nn.Module):
     """Embedding whose rows are sharded over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
 
     All-reduces its output over tp, or with `sequence_parallel` reduce-scatters it. weight: an existing one
-    to share. scale: a factor of the rows; positions `[n, h]`: added, those at places `[s]` or `[b, s]`.
+    to share. scale: a factor of the rows; positions `[n, h]`: added, those at position_ids `[s]` or `[b, s]`.
     """
 
     def __init__(
@@ -324,15 +328,13 @@ class VocabParallelEmbedding(nn.Module):
         ids: torch.Tensor,
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
-        places: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         first = self.tp.rank * self.weight.shape[0]
-        sequence_sharded = self.sequence_parallel and self.training
-        sliced = self.tp if sequence_sharded else Axis.single()
-        x = EmbeddingFunction.apply(ids, self.weight, first, scale, positions, places, sliced)
-        if sequence_sharded:
-            return scatter_seq(x, self.tp)
-        return reduce_from(x, self.tp)
+        look_up = partial(EmbeddingFunction.apply, ids, self.weight, first, scale, positions, position_ids)
+        if self.sequence_parallel and self.training:
+            return scatter_seq(look_up(self.tp), self.tp)
+        return reduce_from(look_up(Axis.single()), self.tp)
 
 
 def vocab_range(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
@@ -363,7 +365,8 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
-        lse, target = combine_lse(*cross_entropy_stats(logits[:, :real], labels), tp)
+        maximum, total, target = cross_entropy_stats(logits[:, :real], labels)
+        lse, target = combine_lse(maximum, total, target, tp)
         ctx.save_for_backward(logits, labels, lse)
         ctx.real = real
         return lse - target

@@ -46,9 +46,13 @@ def kernel_arguments(drop: Dropout | None) -> tuple[torch.Tensor | float | None,
 
 
 def bias_dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    drop: Dropout | None,
+    fused: bool = True,
 ) -> torch.Tensor:
-    """drop(x + bias) + residual, each of the three optional.
+    """drop(x + bias) + residual, each of the three optional. fused: by the kernel, where it can.
 
     x, residual `[..., h]`, bias `[h]` -> `[..., h]`; with drop x is as `Dropout` says.
 
@@ -56,7 +60,7 @@ def bias_dropout_add(
     """
     check_branch(x, bias, residual, drop)
     one_pass = bias is not None or drop is not None  # else torch has it
-    if one_pass and usable(x, "bias_dropout_add"):
+    if fused and one_pass and usable(x, "bias_dropout_add"):
         return BiasDropoutAddFunction.apply(x, bias, residual, drop)
     return bias_dropout_add_ref(x, bias, residual, drop)
 

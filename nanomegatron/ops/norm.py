@@ -19,17 +19,22 @@ from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    from_one: bool = False,
+    fused: bool = True,
 ) -> torch.Tensor:
     """The norm over the last dim: x `[..., h]` -> `[..., h]`; weight, bias `[h]` of the type of x or fp32.
 
     x / sqrt(mean(x^2) + eps) * weight; with a bias (x - mean) / sqrt(var + eps) * weight + bias. Statistics
-    are fp32. from_one: multiply by 1 + weight (`--apply-layernorm-1p`).
+    are fp32. from_one: multiply by 1 + weight (`--apply-layernorm-1p`). fused: by the kernel, where it can.
 
     Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, None, weight, bias)
-    if usable(x, "norm"):
+    if fused and usable(x, "norm"):
         return by_kernel(x, None, weight, bias, eps, from_one)
     return norm_ref(x, weight, bias, eps, from_one)
 

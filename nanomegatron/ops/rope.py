@@ -86,12 +86,14 @@ def _mscale(config: TransformerConfig, weight: float) -> float:
     )
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first r features of each head of x.
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, fused: bool = True
+) -> torch.Tensor:
+    """Rotate the first r features of each head of x. fused: by the kernel, where it can.
 
     x `[s, b, n, d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`
     """
-    if not usable(x, "rope"):
+    if not (fused and usable(x, "rope")):
         return rope_ref(x, cos, sin, interleaved)
     return RopeFunction.apply(x, *_tables(x, x.shape[-1], cos, sin), interleaved)
 
