@@ -135,8 +135,8 @@ def set_up(
     if config.run.eval_only:
         run.observers.append(Stops(run, signals))
     else:
-        table = step_values(config, progress.samples_before, pick_schedules)
-        run.buckets, run.optimizer = build_optimizer(model, config, mesh, table, paths)
+        lr_table = step_values(config, progress.samples_before, pick_schedules)
+        run.buckets, run.optimizer = build_optimizer(model, config, mesh, lr_table, paths)
         if sharding := buckets_text(run.buckets):
             log.line(f"dp      {sharding}")
         add_observers(run, profile, signals, observers)

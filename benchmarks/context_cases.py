@@ -120,7 +120,7 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
             shard = SequenceShard.of_row(axis, row.s, (kind,))
         attention = attention_over_cp(ring, mask, axis)
         call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
-        return run_of(session, row, shard.places, call, backward)
+        return run_of(session, row, shard.positions, call, backward)
 
     def equal_slices(backward: bool) -> Run:
         steps = [None if i > axis.rank else AttentionBlock(ALL, ALL, Block(i == 0)) for i in range(axis.size)]

@@ -54,7 +54,7 @@ class Batch:
 
     def part(self, shard: Any) -> "Batch":
         """Return the tokens that a `cp.SequenceShard` of the rows has here, and the shard. -> `[b, s/cp]`"""
-        at = torch.from_numpy(shard.places)
+        at = torch.from_numpy(shard.positions)
         names = ("tokens", "labels", "loss_mask", "position_ids")
         rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
         return replace(self, positions=self.positions[at], shard=shard, **rows)

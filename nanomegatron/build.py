@@ -72,7 +72,7 @@ from nanomegatron.variants.router_groups import best_of_groups
 from nanomegatron.variants.router_jitter import jittered_logits
 from nanomegatron.variants.router_losses import add_global_counts, global_aux_loss, seq_aux_loss
 from nanomegatron.variants.router_sinkhorn import sinkhorn_routing
-from nanomegatron.variants.weight_decay import decay_by_values, weight_decay_at
+from nanomegatron.variants.weight_decay import decay_by_rates, weight_decay_at
 from nanomegatron.zero2 import Zero2Buckets
 
 LR_STYLES = {"inverse-square-root": InverseSquareRoot, "WSD": WarmupStableDecay}  # others: Schedule
@@ -272,9 +272,9 @@ def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
 
 
 def build_optimizer(
-    model: nn.Module, config: Config, mesh: Mesh, values: list[list[float]], paths: Paths
+    model: nn.Module, config: Config, mesh: Mesh, lr_table: list[list[float]], paths: Paths
 ) -> tuple[ParamAndGradBuckets, Optimizer]:
-    """Put the gradients of a model into buckets and make its optimizer. values: `lr_schedule.step_values`."""
+    """Put the gradients of a model into buckets and make its optimizer. lr_table: `step_values`."""
     dtype = getattr(torch, config.grad_dtype_name)
     kind = buckets_class(config.parallel)
     buckets = kind(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
@@ -283,10 +283,10 @@ def build_optimizer(
     if config.optimizer.optimizer_cpu_offload:
         state = host_state(buckets, config.optimizer, state)
     updates = CastUpdates(state) if casts else ShardUpdates(state)
-    optimizer = Optimizer(buckets, config.optimizer, config.precision, values, updates)
+    optimizer = Optimizer(buckets, config.optimizer, config.precision, lr_table, updates)
     if config.optimizer.weight_decay_incr_style != "constant":
         for shard in optimizer.shards:
-            decay_by_values(shard)
+            decay_by_rates(shard)
     return buckets, optimizer
 
 

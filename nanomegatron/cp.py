@@ -58,7 +58,7 @@ class AttentionBlock(NamedTuple):
 
     queries: Rows
     keys: Rows
-    block: Block
+    kind: Block
 
 
 def memoized(plan: Callable) -> Callable:
@@ -82,14 +82,14 @@ class SequenceShard:
     axis: Axis
     bounds: np.ndarray
     types: Sequence[str]
-    places: np.ndarray = field(init=False)  # int64 [s/size], the tokens' positions in the row, ascending
+    positions: np.ndarray = field(init=False)  # int64 [s/size], the tokens' positions in the row, ascending
     plans: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)  # see `memoized`
 
     def __post_init__(self) -> None:
         s = self.bounds.max()
         if s % (2 * self.axis.size):
             raise ValueError(f"{s} tokens do not divide into 2 x {self.axis.size} context-parallel chunks")
-        self.places = self.token_indices(self.axis.rank)
+        self.positions = self.token_indices(self.axis.rank)
 
     @staticmethod
     def of_row(axis: Axis, s: int, types: Sequence[str]) -> "SequenceShard":
@@ -112,32 +112,32 @@ class SequenceShard:
 
         Both are among the tokens of their rank. So no chunk of scores is computed that is masked.
         """
-        tokens = len(self.places)
+        tokens = len(self.positions)
         first_query = tokens // 2 if other > own else 0
         end_of_keys = tokens // 2 if other < own else tokens
         return slice(first_query, tokens), slice(0, end_of_keys)
 
-    def step(self, other: int, device: torch.device) -> AttentionBlock | None:
+    def block(self, other: int, device: torch.device) -> AttentionBlock | None:
         """Return attention to the keys of rank `other`, tensors on the device; None: no query sees one."""
         queries, keys = self.query_key_rows(self.axis.rank, other)
         return AttentionBlock(queries, keys, Block(self.axis.rank == other))
 
     @memoized
     def ring(self, device: torch.device) -> list[AttentionBlock | None]:
-        """Return the steps for the keys of this rank, of the one before it, ..."""
+        """Return the blocks for the keys of this rank, of the one before it, ..."""
         ranks = [(self.axis.rank - i) % self.axis.size for i in range(self.axis.size)]
-        return [self.step(other, device) for other in ranks]
+        return [self.block(other, device) for other in ranks]
 
     def gathered(self, device: torch.device) -> list[AttentionBlock]:
-        """Return the steps, four at most, for all keys in the order of the row; tensors on the device."""
-        half = len(self.places) // 2
-        steps = []
+        """Return the blocks, four at most, for all keys in the order of the row; tensors on the device."""
+        half = len(self.positions) // 2
+        blocks = []
         for i, (begin, end) in enumerate(self.chunks(self.axis.rank)):
             queries = slice(i * half, (i + 1) * half)
-            steps.append(AttentionBlock(queries, slice(begin, end), Block(True)))
+            blocks.append(AttentionBlock(queries, slice(begin, end), Block(True)))
             if begin:
-                steps.append(AttentionBlock(queries, slice(0, begin), Block()))
-        return steps
+                blocks.append(AttentionBlock(queries, slice(0, begin), Block()))
+        return blocks
 
     @memoized
     def order(self, ranks: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,46 +190,47 @@ def context_attention(
     if kind not in ("p2p", "allgather") or mask.window is not None:
         raise ValueError(f"{kind} with window {mask.window} is a variant, which build.py picks")
     if kind == "allgather":
-        steps = shard.gathered(q.device)
+        blocks = shard.gathered(q.device)
         order = shard.order(range(shard.axis.size), q.device)
-        return GatherFunction.apply(q, k, v, shard.axis, steps, order, backend).flatten(2)
+        return GatherFunction.apply(q, k, v, shard.axis, blocks, order, backend).flatten(2)
     return RingFunction.apply(q, k, v, shard.axis, shard.ring(q.device), backend).flatten(2)
 
 
 class RingFunction(torch.autograd.Function):
     """p2p, as drawn above. q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    steps: those of `SequenceShard.ring`.
+    blocks: those of `SequenceShard.ring`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, steps: list[AttentionBlock | None], backend: str) -> torch.Tensor:
+    def forward(ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock | None], backend: str) -> torch.Tensor:
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = out.new_full((*q.shape[1:3], len(q)), -torch.inf)  # [b, n, s/cp]
-        for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
-            if step is not None:
-                part = attend(q[step.queries], *kv[:, step.keys], step.block, backend)
-                merge_(out, lse, step.queries, *part)
+        for block, kv in zip(blocks, ring_kv(k, v, axis), strict=True):
+            if block is not None:
+                k_seen, v_seen = kv[:, block.keys]
+                part, part_lse = attend(q[block.queries], k_seen, v_seen, block.kind, backend)
+                merge_(out, lse, block.queries, part, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.args = axis, steps, backend
+        ctx.args = axis, blocks, backend
         return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, steps, backend = ctx.args
+        axis, blocks, backend = ctx.args
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
         arriving = Pending(dkv)
-        for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
-            if step is not None:
-                dq_part, dk_part, dv_part = step_gradients(step, kv, dout, q, out, lse, backend)
+        for block, kv in zip(blocks, ring_kv(k, v, axis), strict=True):
+            if block is not None:
+                dq_part, dk_part, dv_part = block_gradients(block, kv, dout, q, out, lse, backend)
             dkv = arriving.wait()  # the sums for these keys, from the rank before
-            if step is not None:
-                dq[step.queries] += dq_part
-                dkv[0, step.keys] += dk_part
-                dkv[1, step.keys] += dv_part
+            if block is not None:
+                dq[block.queries] += dq_part
+                dkv[0, block.keys] += dk_part
+                dkv[1, block.keys] += dv_part
             arriving = start_ring_exchange(dkv, axis)
         dk, dv = arriving.wait().to(k.dtype)  # those for this rank's own keys
         return dq.to(q.dtype), dk, dv, None, None, None
@@ -262,8 +263,8 @@ def merge_(
     lse[..., rows] = total
 
 
-def step_gradients(
-    step: AttentionBlock,
+def block_gradients(
+    block: AttentionBlock,
     kv: Sequence[torch.Tensor],
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -271,53 +272,53 @@ def step_gradients(
     lse: torch.Tensor,
     backend: str,
 ) -> tuple:
-    """Compute the gradients of a step's queries, keys and values.
+    """Compute the gradients of a block's queries, keys and values.
 
     kv `[2, s, b, g, d]`; dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
     """
-    k, v = (x[step.keys] for x in kv)
-    at = step.queries
-    return attend_backward(dout[at], q[at], k, v, out[at], lse[..., at], step.block, backend)
+    k, v = (x[block.keys] for x in kv)
+    at = block.queries
+    return attend_backward(dout[at], q[at], k, v, out[at], lse[..., at], block.kind, backend)
 
 
 class GatherFunction(torch.autograd.Function):
     """allgather: q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    Keys and values are gathered again in the backward. steps, order: of `SequenceShard.gathered`, `.order`.
+    Keys and values are gathered again in the backward. blocks, order: of `SequenceShard.gathered`, `.order`.
     """
 
     @staticmethod
     def forward(
-        ctx, q, k, v, axis: Axis, steps: list[AttentionBlock], order: tuple, backend: str
+        ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock], order: tuple, backend: str
     ) -> torch.Tensor:
         kv = gather_kv(k, v, axis, order[0])
         parts = []
         out = q.new_empty(q.shape)
-        for step in steps:
-            k_seen, v_seen = kv[:, step.keys]
-            part, lse = attend(q[step.queries], k_seen, v_seen, step.block, backend)
-            parts.append(PartialRows(part, step.queries, lse))
+        for block in blocks:
+            k_seen, v_seen = kv[:, block.keys]
+            part, lse = attend(q[block.queries], k_seen, v_seen, block.kind, backend)
+            parts.append(PartialRows(part, block.queries, lse))
         lse = merge_rows(parts, out)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.args = axis, steps, order, backend
+        ctx.args = axis, blocks, order, backend
         return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, steps, order, backend = ctx.args
+        axis, blocks, order, backend = ctx.args
         kv = gather_kv(k, v, axis, order[0])
         parts = []
         dq = q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-        for step in steps:
-            part, *grads = step_gradients(step, kv, dout, q, out, lse, backend)
-            parts.append(PartialRows(part, step.queries))
+        for block in blocks:
+            part, *grads = block_gradients(block, kv, dout, q, out, lse, backend)
+            parts.append(PartialRows(part, block.queries))
             for total, grad in zip(dkv, grads, strict=True):
-                if isinstance(step.keys, slice):
-                    total[step.keys] += grad
+                if isinstance(block.keys, slice):
+                    total[block.keys] += grad
                 else:  # some keys are seen by both chunks of a document
-                    total.index_add_(0, step.keys, grad.float())
+                    total.index_add_(0, block.keys, grad.float())
         arriving = start_reduce_scatter(dkv.transpose(0, 1).index_select(0, order[1]), axis)
         merge_rows(parts, dq)
         dk, dv = arriving.wait().to(k.dtype).unbind(1)

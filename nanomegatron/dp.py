@@ -235,14 +235,6 @@ class Bucket:
             self.gather = None
 
 
-def wait_params(params: Iterable[nn.Parameter]) -> None:
-    """Wait for the gathers of parameters, before something reads them past the hooks of their modules."""
-    for param in params:
-        bucket = getattr(param, "bucket", None)
-        if bucket is not None:
-            bucket.wait_params()
-
-
 def _move_grad(param: nn.Parameter) -> None:
     """Accumulate what autograd has left in `.grad`; nothing if the one who made the gradient has done so."""
     grad, param.grad = param.grad, None

@@ -75,7 +75,7 @@ class Quantized(NamedTuple):
     @classmethod
     def with_scale(cls, pair: Pair, inverse: torch.Tensor) -> "Quantized":
         """Build from the copies that a cast with one scale made, and the scale's inverse `[]`."""
-        return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
+        return cls._make(None if data is None else Fp8Matrix(data, inverse) for data in pair)
 
     def saved_form(self) -> Fp8Matrix:
         """Return the copy that a layer saves of its input for dW: rowwise only if the backward gathers it."""
@@ -109,8 +109,8 @@ class Recipe:
     keeps_history: ClassVar[bool] = False  # a step's scales are known before it: from the steps before
 
     def __post_init__(self) -> None:
-        known = self.gradient in FORMATS and self.algo in ("most_recent", "max")
-        if not known or self.history < 1:
+        algos = ("most_recent", "max")
+        if self.gradient not in FORMATS or self.algo not in algos or self.history < 1:
             raise ValueError(f"{self}: algo is most_recent or max, history at least 1")
         if self.gather and not self.one_scale:
             raise ValueError(f"{self}: gather is for recipes with one scale a tensor")
@@ -181,7 +181,7 @@ class Rowwise(Recipe):
 
     def cast(self, layer, x, role, copies, axis, record) -> Quantized:
         """Cast each row, and each column as a row of the other copy."""
-        return Quantized(*fp8_cast_rows(x, self.dtype(role), self.limit(role), copies))
+        return Quantized._make(fp8_cast_rows(x, self.dtype(role), self.limit(role), copies))
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
@@ -201,7 +201,7 @@ class Blockwise(Recipe):
 
     def cast(self, layer, x, role, copies, axis, record) -> Quantized:
         """Cast each block; `axis` has other blocks, with scales of their own."""
-        return Quantized(*self._blocks(x, role, copies))
+        return Quantized._make(self._blocks(x, role, copies))
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
@@ -285,16 +285,6 @@ class Scales:
         """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
         self.history[:1] = 0.0
         self.clear_weight_cache()
-
-    @property
-    def without_history(self) -> bool:
-        """Whether the next step computes its scales as it goes: delayed scaling, in its first step."""
-        return self.recipe.keeps_history and self.no_history_yet
-
-    def drop_cached_weights(self) -> None:
-        """Drop what first uses made of weights; casts of the optimizer stay."""
-        for layer in self.layers.values():
-            layer.cached_weight = None
 
     def clear_weight_cache(self) -> None:
         """Drop the casts of weights: their next use casts again, unless the optimizer does so before."""

@@ -108,13 +108,18 @@ def fp8_linear(
 
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
-    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
-    y = Fp8LinearFunction.apply(given.x, weight, axis, comm, fp8, given, torch.is_grad_enabled())
+    if not isinstance(x, Fp8Input):
+        x = Fp8Input(x)
+    trains = torch.is_grad_enabled()
+    y = Fp8LinearFunction.apply(x.x, weight, axis, comm, fp8, x.copies, x.grad_copies, trains)
     return add_bias(y, bias, accumulate)
 
 
 class Fp8LinearFunction(torch.autograd.Function):
-    """`fp8_linear` without the bias. x `[..., i]`, weight `[o, i]` -> `[..., o]`; given: x and its copies"""
+    """`fp8_linear` without the bias. x `[..., i]`, weight `[o, i]` -> `[..., o]`
+
+    copies, grad_copies: those of an `Fp8Input`.
+    """
 
     @staticmethod
     def forward(
@@ -124,29 +129,33 @@ class Fp8LinearFunction(torch.autograd.Function):
         axis: Axis,
         comm: str,
         fp8: Fp8Linear,
-        given: Fp8Input,
+        copies: Quantized | None,
+        grad_copies: list[Quantized] | None,
         trains: bool,
     ) -> torch.Tensor:
-        x_fp8 = given.copies
-        if x_fp8 is None:
-            x_fp8 = cast_input(fp8, x, axis, comm, trains)
+        if copies is None:
+            copies = cast_input(fp8, x, axis, comm, trains)
         ctx.weight = weight
         ctx.axis = axis
         ctx.comm = comm
         ctx.fp8 = fp8
-        ctx.grad_copies = given.grad_copies
+        ctx.grad_copies = grad_copies
         ctx.shape = x.shape
         ctx.dtype = x.dtype
-        ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
+        saved = (x,)
+        if fp8.recipe.wgrad:
+            saved = copies.saved_form()
+        ctx.save_for_backward(*saved)
         w = fp8.weight(weight, axis).rowwise
         if comm == "gather":
-            y, _ = fp8.matmuls.gather_matmul(x_fp8.rowwise, w, axis, x.dtype, fast=True)
+            y, _ = fp8.matmuls.gather_matmul(copies.rowwise, w, axis, x.dtype, fast=True)
         elif comm == "scatter":
-            y = fp8.matmuls.matmul_scatter(x_fp8.rowwise, w, axis, x.dtype, fast=True).wait()
+            y = fp8.matmuls.matmul_scatter(copies.rowwise, w, axis, x.dtype, fast=True).wait()
         else:
-            y = fp8_matmul(x_fp8.rowwise, w, x.dtype, fast=True)
-            y = all_reduce_(y, axis) if comm == "sum" else y
-        return y.view(-1, *x.shape[1:-1], len(weight))
+            y = fp8_matmul(copies.rowwise, w, x.dtype, fast=True)
+        if comm == "sum":
+            y = all_reduce_(y, axis)
+        return y.view((-1, *x.shape[1:-1], len(weight)))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -158,8 +167,9 @@ class Fp8LinearFunction(torch.autograd.Function):
         g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
-        gathers_now = gathers_fp8_x and not is_deferred(weight)
-        gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
+        gathered = None
+        if gathers_fp8_x and not is_deferred(weight):
+            gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
         if comm == "gather":
             reduced = fp8.matmuls.matmul_scatter(g, w, axis, ctx.dtype)
         elif comm == "scatter":
@@ -180,13 +190,14 @@ class Fp8LinearFunction(torch.autograd.Function):
             write_weight_grad(out, beta, g_columnwise, x)
 
         dw = accumulate(weight, write)
-        return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 5
+        dx = reduced.wait().view((-1, *ctx.shape[1:-1], weight.shape[1]))
+        return dx, dw, None, None, None, None, None, None
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
     """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
-    cut = None if comm == "copy" else axis
-    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), cut, trains)
+    sharded_over = None if comm == "copy" else axis
+    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), sharded_over, trains)
 
 
 def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:

@@ -129,10 +129,6 @@ class LossScaler:
         self.hysteresis_left = torch.where(double, self.hysteresis, left)
         self.good_in_a_row = good * ~double
 
-    def may_shrink(self, scale: float) -> bool:
-        """Whether a bad step with this loss scale is part of the search for one that fits."""
-        return self.dynamic and scale > self.minimum
-
     def state(self) -> list[float]:
         """Numbers for a checkpoint. The host waits for the device."""
         return torch.stack((self.scale, self.good_in_a_row, self.hysteresis_left)).tolist()

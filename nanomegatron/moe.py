@@ -47,7 +47,7 @@ from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.grouped_mm import AddBiasFunction, Groups, add_grouped_, grouped_mm, grouped_outer
-from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
+from nanomegatron.ops.permute import Routing, permute, route, unpermute
 from nanomegatron.param import (
     Init,
     ParamSpec,
@@ -101,18 +101,19 @@ class MoELayer(nn.Module):
             shape = (1, config.hidden_size)
             part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
-        alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
-        self.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(self.experts)
+        self.dispatcher = AllGatherDispatch(self.experts)
+        if config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1:
+            self.dispatcher = AllToAllDispatch(self.experts)
         self.recompute = config.recomputes("moe")
         self.recompute_shared = config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         run = partial(self.run, self, batch=batch)
-        return recomputed(run, x) if self.recompute else run(x)
+        return recomputed(run, x, when=self.recompute)
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the shared experts to every token. x `[s, b, h]` -> `[s, b, h]`"""
-        return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
+        return recomputed(self._shared, x, when=self.recompute_shared)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         y = self.shared_experts(x)
@@ -154,8 +155,8 @@ class TokenDispatch:
         self.mesh = experts.mesh
         self.experts = experts
         self.local = self.config.num_experts // self.mesh.ep.size
-        fused = self.config.moe_permute_fusion
-        self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
+        self.permute = partial(permute, fused=self.config.moe_permute_fusion)
+        self.unpermute = partial(unpermute, fused=self.config.moe_permute_fusion)
 
     def capacity(self, tokens: int) -> int | None:
         """Return how many rows each expert gets from each rank with `tokens` tokens; None: the ids decide."""
@@ -369,15 +370,15 @@ class GroupedExperts(nn.Module):
         fc1 = [f"{expert}.{layer}" for expert in experts for layer in inner]
         fc2 = [f"{expert}.linear_fc2" for expert in experts]
 
-        def cut(layers: list[str], kind: str, *rest: int) -> ParamSpec:
+        def spec(layers: list[str], kind: str, *rest: int) -> ParamSpec:
             return stacked([shard(f"{layer}.{kind}", (f, *rest), 0, etp) for layer in layers], expert=True)
 
         last = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
-        self.weight1 = new_parameter(cut(fc1, "weight", h), init)
-        self.weight2 = new_parameter(cut(fc2, "weight_t", h), last)
+        self.weight1 = new_parameter(spec(fc1, "weight", h), init)
+        self.weight2 = new_parameter(spec(fc2, "weight_t", h), last)
         self.bias1 = self.bias2 = None
         if not config.disable_bias_linear:
-            self.bias1 = new_parameter(cut(fc1, "bias"), init, fill=0.0)
+            self.bias1 = new_parameter(spec(fc1, "bias"), init, fill=0.0)
             whole = [replica(f"{layer}.bias", (h,), etp, partial=True) for layer in fc2]
             self.bias2 = new_parameter(stacked(whole, expert=True), init, fill=0.0)
 

@@ -60,44 +60,45 @@ class ShardState:
         self.betas_eps = config.adam_beta1, config.adam_beta2, config.adam_eps
 
     def update(
-        self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
         """Do one step: read the bucket's `grad_shard`, write this rank's shard of the tensor to gather.
 
-        step `[]`: its number; values `[3]`: its `step_values`. The gradients are divided by grad_scale `[]`
-        first; if skip `[]` is 1, nothing changes. The host does not wait.
+        step `[]`: its number; rates `[3]`: its column of `step_values`. The gradients are divided by
+        grad_scale `[]` first; if skip `[]` is 1, nothing changes. The host does not wait.
         """
-        numbers = step, values, grad_scale, skip
         if usable(self.bucket.grad_shard, "adamw"):
-            self.update_by_kernel(numbers)
+            self.update_by_kernel(step, rates, grad_scale, skip)
         else:
-            self.adamw(self.bucket.grad_shard.float(), *numbers)
+            self.adamw(self.bucket.grad_shard.float(), step, rates, grad_scale, skip)
             self.publish()
 
-    def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """Do `update` in one kernel launch; numbers `[...]`: (step, values, grad_scale, skip)."""
+    def update_by_kernel(
+        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """Do `update` in one kernel launch. step, grad_scale, skip `[]`, rates `[3]`"""
         copy = self.bucket.gathered.shard if self.mixed else None
         state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
-        adamw_flat_(state, self.segments, numbers, self.betas_eps)
+        adamw_flat_(state, self.segments, (step, rates, grad_scale, skip), self.betas_eps)
 
     def adamw(
         self,
         grads: torch.Tensor,
         step: torch.Tensor,
-        values: torch.Tensor,
+        rates: torch.Tensor,
         grad_scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
         """Update main parameters and moments from fp32 grads `[size/ranks]`, all on one device.
 
-        step, grad_scale, skip `[]`, values `[3]`: as in `update`.
+        step, grad_scale, skip `[]`, rates `[3]`: as in `update`.
         """
         config = self.config
         moments = self.exp_avg.float(), self.exp_avg_sq.float()
         for kind in sorted({kind for *_, kind in self.segments.ranges}):
             parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
             main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
-            lr = values[kind & DECOUPLED]
+            lr = rates[kind & DECOUPLED]
             decay = config.weight_decay if kind & DECAY else 0.0
             adamw_(main, g, (m, v), step, lr, (*self.betas_eps, decay), grad_scale, skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
@@ -121,10 +122,17 @@ class ShardUpdates:
     def __init__(self, state: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState) -> None:
         self.state = state
 
-    def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """Update all shards and start their gathers; numbers `[...]`: as for `ShardState.update`."""
+    def step(
+        self,
+        shards: Iterable[ShardState],
+        step: torch.Tensor,
+        rates: torch.Tensor,
+        grad_scale: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update all shards and start their gathers. step, grad_scale, skip `[]`, rates `[3]`"""
         for shard in shards:
-            shard.update(*numbers)
+            shard.update(step, rates, grad_scale, skip)
             shard.bucket.start_gather()
 
     def cast_weights(self, shards: Iterable[ShardState]) -> None:
@@ -146,9 +154,9 @@ class StepStats:
 class Optimizer:
     """Clips by the global norm, scales and schedules, and updates this rank's shards of all buckets.
 
-    values: `step_values`, three numbers for each step of the run and for one step more. Norms count each part
-    of a parameter once, on the rank that saves it; so one all-reduce of a number over all ranks is correct
-    for dense parameters and for experts. A step gathers the parameters if they are sharded.
+    lr_table: `step_values`, three numbers for each step of the run and for one step more. Norms count each
+    part of a parameter once, on the rank that saves it; so one all-reduce of a number over all ranks is
+    correct for dense parameters and for experts. A step gathers the parameters if they are sharded.
     limits `[2]`, of loss and gradient norm: a step above is not good. checks_states: a step is good only if
     main parameters and moments are finite, too. `faults/health.py` sets both.
     """
@@ -160,21 +168,20 @@ class Optimizer:
         buckets: ParamAndGradBuckets,
         config: OptimizerConfig,
         precision: PrecisionConfig,
-        values: list[list[float]],
-        updates: ShardUpdates | None = None,
+        lr_table: list[list[float]],
+        updates: ShardUpdates = ShardUpdates(),  # noqa: B008 (has no state of its own)
     ) -> None:
         self.buckets = buckets
         self.params = buckets.params
         self.config = config
-        self.updates = updates or ShardUpdates()
+        self.updates = updates
         self.shards = [self.updates.state(bucket, config) for bucket in reversed(buckets.all)]
         device = self.params[0].device
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
-        following = [*values[0][1:], values[0][-1]]
-        self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
+        following = [*lr_table[0][1:], lr_table[0][-1]]
+        self.lr_table = torch.tensor([*lr_table, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        most = [FLOAT_MAX, FLOAT_MAX]  # loss, gradient norm
-        self.limits = torch.tensor(most, dtype=torch.float64, device=device)
+        self.limits = torch.full((2,), FLOAT_MAX, dtype=torch.float64, device=device)  # loss, gradient norm
         slices = [list(reversed(shard.bucket.slices)) for shard in self.shards]
         self.part_names = [piece.part.name for pieces in slices for piece in pieces]
         counted = [float(piece.saver) for pieces in slices for piece in pieces]
@@ -197,13 +204,14 @@ class Optimizer:
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
-        now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # values[:, now] would wait for the GPU
-        values, next_lr = self.values.index_select(1, now[None])[:, 0].split((3, 1))
+        now = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)  # [:, now] would wait for the GPU
+        rates, next_lr = self.lr_table.index_select(1, now[None])[:, 0].split((3, 1))
         self.good_steps += good.long()
-        numbers = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - good
-        self.updates.step(self.shards, *numbers)
+        self.updates.step(
+            self.shards, self.good_steps.float(), rates.float(), self.scaler.scale / factor, 1.0 - good
+        )
         self._finish_gathers()
-        stats = StepStats(norm, good, values[0], next_lr[0], self.scaler.scale, squares.sqrt())
+        stats = StepStats(norm, good, rates[0], next_lr[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(good)
         return stats
 
@@ -226,7 +234,7 @@ class Optimizer:
         """Sums of squares, or numbers of zeros, of this rank's parts -> fp64 `[parts]`"""
         pairs = zip(flat, self.segments, strict=True)
         each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
-        return torch.cat([sums.to(self.values.device) for sums in each])
+        return torch.cat([sums.to(self.counted.device) for sums in each])
 
     def _norm(self, total: torch.Tensor) -> torch.Tensor:
         return all_reduce_(total, self.buckets.world).sqrt()
@@ -235,7 +243,7 @@ class Optimizer:
         """Whether this rank's main parameters or moments have a non-finite value -> bool `[]`"""
         flat = [x for shard in self.shards for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
         largest = torch._foreach_norm(flat, math.inf)  # NaN if there is one
-        return ~torch.stack([x.to(self.values.device, torch.float32) for x in largest]).isfinite().all()
+        return ~torch.stack([x.to(self.counted.device, torch.float32) for x in largest]).isfinite().all()
 
     def grad_norm(self) -> torch.Tensor:
         """Norm of the summed gradients, as `step` finds it -> `[]`. All-reduces one number over all ranks."""

@@ -39,15 +39,15 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce, all_reduce_
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.mesh import Mesh
 from nanomegatron.param import Init, ParamSpec, accumulate, add_grad, add_product, new_parameter, replica
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
     """Return the router losses in use, {name: weight}."""
-    kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
-    found = {kind: coeff for kind, coeff in kinds if coeff and kind not in ("sinkhorn", "none")}
-    return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
+    kinds = [*config.moe_router_load_balancing_type, "z_loss"]
+    weights = zip(kinds, [*config.moe_aux_loss_coeff, config.moe_z_loss_coeff], strict=True)
+    return {kind: weight for kind, weight in weights if weight and kind not in ("sinkhorn", "none")}
 
 
 @torch.no_grad()
@@ -68,7 +68,11 @@ def choose_experts(
     bias = router.expert_bias
     sigmoid = config.moe_router_score_function == "sigmoid"
     before = config.moe_router_pre_softmax
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
+    scores = logits
+    if sigmoid:
+        scores = logits.sigmoid()
+    elif before:
+        scores = logits.softmax(-1)
     ids = router.best_experts(scores if bias is None else scores + bias, config)
     probs = scores.gather(1, ids)
     if sigmoid and config.moe_router_topk > 1:
@@ -78,10 +82,10 @@ def choose_experts(
     return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
 
 
-def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
-    """Return how many of a rank's `tokens` tokens an expert takes at most; None: no limit."""
-    factor = config.moe_expert_capacity_factor
-    return factor and math.ceil(tokens * config.moe_router_topk / config.num_experts * factor)
+def expert_capacity(tokens: int, config: TransformerConfig) -> int:
+    """Return how many of a rank's `tokens` tokens an expert takes at most, with a capacity factor."""
+    share = tokens * config.moe_router_topk / config.num_experts
+    return math.ceil(share * config.moe_expert_capacity_factor)
 
 
 def count_copies(
@@ -152,7 +156,7 @@ class GateFunction(torch.autograd.Function):
             parts = torch.cat(summands, dim=1)
 
             def write_sum(out: torch.Tensor, beta: int) -> None:
-                add_grad(out, mm_in_fp32(parts.t(), x).view(3, *weight.shape).sum(0), beta)
+                add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
 
             return parts @ weight.repeat(3, 1), accumulate(weight, write_sum), None
 
@@ -220,8 +224,6 @@ class Router(nn.Module):
         self.config = config
         self.layer = layer
         self.mesh = mesh
-        # over which tp ranks' tokens differ: without sequence parallelism they are the same
-        self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
         self.weight = new_parameter(ParamSpec((part,), (experts, h)), init)
         self.bias = None

@@ -10,7 +10,7 @@ from nanomegatron import router
 from nanomegatron.build import pick_router
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
 from nanomegatron.router import Router, RouterOutput
@@ -89,7 +89,9 @@ def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):
 def sum_counts(routers):
     """Copies routed and dropped on all ranks, `[2, layers, E]`."""
     mine = torch.stack([torch.stack([getattr(r, name) for r in routers]) for name in ("counts", "dropped")])
-    return all_reduce(all_reduce(mine, routers[0].tokens_axis), routers[0].mesh.dp_cp)
+    config, mesh = routers[0].config, routers[0].mesh
+    tokens = mesh.tp if config.sequence_parallel else Axis.single()  # ranks with others
+    return all_reduce(all_reduce(mine, tokens), mesh.dp_cp)
 
 
 def close(found, expected, tolerance=1e-6):

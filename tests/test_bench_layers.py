@@ -47,7 +47,7 @@ def rows_sent(bounds, ranks: int) -> int:
     places = []
     for rank in range(ranks):
         axis = Axis("cp", ranks, rank, tuple(range(ranks)))
-        places.append(DocumentShard.of_documents(axis, bounds[-1], ["p2p"], np.array(bounds)).places)
+        places.append(DocumentShard.of_documents(axis, bounds[-1], ["p2p"], np.array(bounds)).positions)
     document = [np.searchsorted(bounds, own, side="right") for own in places]
 
     def seen(queries: int, keys: int) -> int:

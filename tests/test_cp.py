@@ -72,7 +72,7 @@ def on_a_rank(mesh, kind, case, form="plain"):
     """This rank's share of both, and where it is in the row; then the bytes sent."""
     inputs, grad, mask, bounds, backend = whole(case)
     shard = shard_of(mesh.cp, S, (kind,), bounds)
-    at = torch.from_numpy(shard.places)
+    at = torch.from_numpy(shard.positions)
     inputs = [x[at].requires_grad_() for x in inputs]
     mesh.observer.counts.clear()
     attention = attention_over_cp(FORMS[form], mask, mesh.cp)
@@ -253,7 +253,7 @@ def cut_batch(mesh, documents):
     model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     shard = partial(batch_sharding(Config(model=model, data=settings(documents))), axis=mesh.cp)
     batch = BatchLoader(Text(), settings(documents), 0, mesh.dp, "cpu", True, shard).get(0)
-    assert torch.equal(batch.positions, torch.from_numpy(batch.shard.places))
+    assert torch.equal(batch.positions, torch.from_numpy(batch.shard.positions))
     names = ("tokens", "labels", "loss_mask") + ("position_ids",) * documents
     return batch.positions, {name: getattr(batch, name) for name in names}
 

@@ -26,7 +26,7 @@ def rounds_of(size, group, lengths):
 @pytest.mark.parametrize("size, group", [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (3, 1)])
 def test_rounds_compute_every_score_once(size, group, lengths):
     rings, seen = rounds_of(size, group, lengths), np.zeros((48, 48), int)
-    tokens = [shard.places for shard in shards_of_groups(size, group, lengths)]
+    tokens = [shard.positions for shard in shards_of_groups(size, group, lengths)]
     for own, ring in enumerate(rings):
         for i, this in enumerate(ring):
             keys = [tokens[own]] * (i == 0)
@@ -64,7 +64,9 @@ def test_two_ranks_that_are_met_alike_are_one_step():
     for shard in shards(4, None):
         steps = [step for this in plan_rounds(shard, CPU) for step in this.steps]
         assert len(steps) == {0: 3, 1: 4, 2: 3, 3: 3}[shard.axis.rank]
-        sizes = [len(shard.places[step.queries]) * (step.keys.stop - step.keys.start) for step in steps[1:]]
+        sizes = [
+            len(shard.positions[step.queries]) * (step.keys.stop - step.keys.start) for step in steps[1:]
+        ]
         assert sum(sizes) == 3 * 12 * 12 / 2
 
 

@@ -12,7 +12,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, ranges
 from nanomegatron.variants.cp_documents import DocumentShard, chunk_bounds
 from nanomegatron.variants.cp_hierarchy import groups_of
-from nanomegatron.variants.cp_windows import window_steps
+from nanomegatron.variants.cp_windows import window_blocks
 
 CPU = torch.device("cpu")
 ROWS = {  # lengths of documents in rows of 48
@@ -55,7 +55,7 @@ def scores_of(step, queries, keys, seen):
     queries, keys = (
         torch.from_numpy(x)[at].numpy() for x, at in ((queries, step.queries), (keys, step.keys))
     )
-    block = step.block
+    block = step.kind
     bounds = [[0, len(queries)], [0, len(keys)]]
     if block.cu_q is not None:
         bounds = [block.cu_q.tolist(), block.cu_k.tolist()]
@@ -93,18 +93,18 @@ def test_a_ring_computes_every_score_once(size, group, lengths):
 def test_gathered_keys_give_every_score_once(size, group, lengths, window):
     seen = np.zeros((48, 48), int)
     for shard in shards_of_groups(size, group, lengths):
-        steps = shard.gathered(CPU) if window is None else window_steps(shard, window, CPU)
+        steps = shard.gathered(CPU) if window is None else window_blocks(shard, window, CPU)
         for step in steps:
-            scores_of(step, shard.places, np.arange(48), seen)
+            scores_of(step, shard.positions, np.arange(48), seen)
     assert (seen == expected_scores(lengths, window)).all()
 
 
 def test_layers_with_other_windows_have_other_steps():
     """Of one row: a shard keeps the plan of each."""
     shard = shards(2, ROWS["several"])[0]
-    first, second = (window_steps(shard, window, CPU) for window in (5, 9))
-    assert first[0].block.window == 5 and second[0].block.window == 9
-    assert window_steps(shard, 5, CPU) is first
+    first, second = (window_blocks(shard, window, CPU) for window in (5, 9))
+    assert first[0].kind.window == 5 and second[0].kind.window == 9
+    assert window_blocks(shard, 5, CPU) is first
 
 
 @pytest.mark.parametrize("lengths", [None, ROWS["several"]])
@@ -112,14 +112,14 @@ def test_layers_with_other_windows_have_other_steps():
 def test_a_group_has_the_tokens_of_its_ranks(size, group, lengths):
     ranks = shards(size, lengths)
     for i, shard in enumerate(shards_of_groups(size, group, lengths)):
-        each = [rank.places for rank in ranks[i * group :][:group]]
-        assert shard.places.tolist() == sorted(np.concatenate(each))
+        each = [rank.positions for rank in ranks[i * group :][:group]]
+        assert shard.positions.tolist() == sorted(np.concatenate(each))
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_tokens_are_shared_out_equally_and_in_order(size, lengths):
-    places = [shard.places for shard in shards(size, lengths)]
+    places = [shard.positions for shard in shards(size, lengths)]
     assert all(len(x) == 48 // size and (np.diff(x) > 0).all() for x in places)
     assert sorted(np.concatenate(places)) == list(range(48))
 
@@ -129,7 +129,7 @@ def test_work_is_equal():
     lengths = [1500, 40, 333, 900, 7, 1316]
     for documents, spread in ((None, 0), (lengths, 0.005)):
         work = [
-            expected_scores(documents, s=4096)[shard.places].sum() for shard in shards(8, documents, 4096)
+            expected_scores(documents, s=4096)[shard.positions].sum() for shard in shards(8, documents, 4096)
         ]
         assert max(work) - min(work) <= spread * np.mean(work)
     plain = [expected_scores(None, s=4096)[i * 512 : (i + 1) * 512].sum() for i in range(8)]
@@ -140,8 +140,8 @@ def test_no_score_is_computed_to_be_thrown_away():
     """Blocks are full but for the one of a rank's own keys, which is causal."""
     for shard in shards(4, None):
         own, *others = shard.ring(CPU)
-        assert own.block.causal and not any(step.block.causal for step in others)
-        sizes = [len(shard.places[step.queries]) * (step.keys.stop - step.keys.start) for step in others]
+        assert own.kind.causal and not any(step.kind.causal for step in others)
+        sizes = [len(shard.positions[step.queries]) * (step.keys.stop - step.keys.start) for step in others]
         assert sizes == [12 * 12 / 2] * 3
 
 

@@ -21,17 +21,17 @@ TODAY = """
 checkpoint          2537          102            135      31      28      29
 commands            1075           40             77      26      11      21
 config              2389          112            137      10      45      49
-core                2963           10            146      34      10      40
+core                2965           10            113      19      10      27
 data                1735           70             85      21      15       9
 debug                644           27             43       4       4      12
-fast                1738           89             65      34       9       9
-faults              1098           37             42       3       5      16
+fast                1738           89             65      33       9       9
+faults              1099           37             42       3       5      16
 launch               178            0             10       0       2       5
 ops                 1649           87            148      75       2      24
 plan                1217           94            106      13       7      27
 programs             602           10             31       0      11       6
 report              1650           63             72       6      11      18
-variants             211            2              3       0       0       2
+variants             214            2              3       0       0       2
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -347,11 +347,11 @@ def test_one_rank_asks_for_nothing(monkeypatch):
 def test_what_has_come_is_released(mesh):
     """While experts work there is none of the tokens as they have come, nor as they were sent."""
     there = []
-    permute, gather = moe.permute_ref, moe_pieces.gather_pieces
+    permute, gather = moe.permute, moe_pieces.gather_pieces
     experts = Experts(mesh, moe_permute_fusion=False)
 
-    def noting(x, routing):
-        y = permute(x, routing)
+    def noting(x, routing, fused):
+        y = permute(x, routing, fused=fused)
         there.extend(map(weakref.ref, (x, y)))
         return y
 
@@ -373,7 +373,7 @@ def test_what_has_come_is_released(mesh):
         return run(rows, offsets)
 
     run, experts.run = experts.run, working
-    moe.permute_ref, moe_pieces.gather_pieces = noting, gathering
+    moe.permute, moe_pieces.gather_pieces = noting, gathering
     ids, x, probs = random_ids(torch.Generator(), 6, 0.0), torch.randn(6, H), torch.ones(6, K)
     for kind, form in itertools.product(KINDS, ("plain", "overlapped")):
         dispatch(x, probs, ids, experts, kind, FORMS[form])

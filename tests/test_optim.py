@@ -221,7 +221,7 @@ def test_clipping_off():
 def test_low_precision_follows_fp32_main_parameters(dtype):
     """Steps too small for bf16 add up in the main parameters; the model's are their rounding, to the bit."""
     params, optimizer = make(dtype)
-    optimizer.values.fill_(1e-4)
+    optimizer.lr_table.fill_(1e-4)
     twins, adamw = torchs(params)
     before = [p.detach().clone() for p in params]
     for _ in range(20):

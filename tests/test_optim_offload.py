@@ -25,7 +25,7 @@ def run(optimizer_config, bucket_size=700, bad_step=None):
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=8, init=Init(dtype=torch.bfloat16))
     buckets = ParamAndGradBuckets(model, ParallelConfig(ddp_bucket_size=bucket_size), ALONE)
     offload = optimizer_config.optimizer_cpu_offload
-    updates = ShardUpdates(host_state(buckets, optimizer_config)) if offload else None
+    updates = ShardUpdates(host_state(buckets, optimizer_config)) if offload else ShardUpdates()
     optimizer = Optimizer(buckets, optimizer_config, PrecisionConfig(bf16=True), RATES, updates)
     data = torch.randint(29, (5, 4, 9), generator=torch.Generator().manual_seed(1))
     norms = []
@@ -84,5 +84,5 @@ def test_states_on_two_devices_are_checked_together():
         SimpleNamespace(main=flat, exp_avg=flat, exp_avg_sq=flat)
         for flat in (torch.empty(8, device="meta"), torch.ones(8))
     ]
-    optimizer = SimpleNamespace(shards=shards, values=torch.empty(2, device="meta"))
+    optimizer = SimpleNamespace(shards=shards, counted=torch.empty(2, device="meta"))
     assert Optimizer.not_finite(optimizer).device.type == "meta"

@@ -25,7 +25,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
-from nanomegatron.variants.weight_decay import decay_by_values
+from nanomegatron.variants.weight_decay import decay_by_rates
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
 
@@ -124,7 +124,7 @@ def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.f
     optimizer = Optimizer(buckets, config, PrecisionConfig(), values)
     if config.weight_decay_incr_style != "constant":
         for shard in optimizer.shards:
-            decay_by_values(shard)
+            decay_by_rates(shard)
     return params, optimizer
 
 

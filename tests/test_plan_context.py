@@ -132,7 +132,7 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
                 context_attention, layer.self_attention.mask, mesh.cp
             )
         shard = SequenceShard.of_row(mesh.cp, s, types * layers)
-        places = torch.from_numpy(shard.places)
+        places = torch.from_numpy(shard.positions)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
         batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)
         parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}

@@ -243,7 +243,7 @@ def note_new_schedule(run: Training) -> None:
     """Say of a run without the optimizer's states that its schedule begins again."""
     left = run.config.run.train_iters - run.progress.iteration
     if 0 < left < run.config.run.train_iters:
-        lr = float(run.optimizer.values[0, 0])
+        lr = float(run.optimizer.lr_table[0, 0])
         what = f"the schedule begins again, step {run.progress.iteration + 1} has the rate of step 1, {lr:g}"
         how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
         log_notes(run, [f"--no-load-optim: {what}; {how}"])

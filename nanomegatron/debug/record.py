@@ -199,7 +199,7 @@ class Recorder(NoTracer, Observer):
     def _add(self, name: str, kind: str, x: torch.Tensor, copy: Copy, first: int = 0) -> None:
         """Record x `[s, b, f]`, or `[s/tp, b, f]`; first: the number of its first feature."""
         batch, tp = self.batches[self.op_now.microbatch], self.mesh.tp
-        places = batch.positions.cpu() if batch.shard is None else torch.from_numpy(batch.shard.places)
+        places = batch.positions.cpu() if batch.shard is None else torch.from_numpy(batch.shard.positions)
         if len(x) != len(places):
             if len(x) * tp.size != len(places):
                 return  # half a microbatch: its layer is recorded whole

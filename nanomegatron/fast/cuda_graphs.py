@@ -132,11 +132,12 @@ class GraphedSteps:
         tracer: Any = None,
     ) -> None:
         """Run forward and backward of all microbatches, as `pp.execute` does."""
-        first_scales = self.scales is not None and self.scales.without_history
+        scales = self.scales
+        first_scales = scales is not None and scales.recipe.keeps_history and scales.no_history_yet
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
             return self.plain(stages, step, microbatches, shape, forward_only, tracer)
-        if self.scales is not None:
-            self.scales.drop_cached_weights()  # an evaluation may have made some
+        for layer in scales.layers.values() if scales is not None else ():
+            layer.cached_weight = None  # an evaluation may have made it; casts of the optimizer stay
         if self.pool is None and step.total.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
             self.say(f"graphs  {self.what} from here on")

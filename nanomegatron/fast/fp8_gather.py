@@ -134,13 +134,15 @@ def update_weight_scales(scales: Scales) -> None:
 class CastShard(ShardState):
     """A shard of weights that AdamW's kernel casts to FP8."""
 
-    def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """Update and cast by AdamW's kernel, in one launch. numbers `[...]`: the arguments of `update`"""
+    def update_by_kernel(
+        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """Update and cast by AdamW's kernel, in one launch. step, grad_scale, skip `[]`, rates `[3]`"""
         casts = self.bucket.gathered
         scale, amax = casts.cast_scales(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard
         state = FlatState(self.main, copy, grads, self.exp_avg, self.exp_avg_sq, scale, amax)
-        adamw_flat_(state, casts.segments, numbers, self.betas_eps)
+        adamw_flat_(state, casts.segments, (step, rates, grad_scale, skip), self.betas_eps)
         casts.record_amax(amax)
 
 
@@ -160,11 +162,18 @@ class CastUpdates(ShardUpdates):
     first use             columnwise copy (fp8.py)
     """
 
-    def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """Update, cast and gather all shards; numbers `[...]`. If scales need it, all-reduces amaxes."""
+    def step(
+        self,
+        shards: Iterable[ShardState],
+        step: torch.Tensor,
+        rates: torch.Tensor,
+        grad_scale: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update, cast and gather all shards, as in the base class. If scales need it, all-reduces amaxes."""
         waiting = []
         for shard in shards:
-            shard.update(*numbers)
+            shard.update(step, rates, grad_scale, skip)
             self._start_gather(shard, waiting)
         self._cast_again(waiting)
 

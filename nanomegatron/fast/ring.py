@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import Rows, SequenceShard, context_attention, step_gradients
+from nanomegatron.cp import Rows, SequenceShard, block_gradients, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
@@ -45,7 +45,7 @@ class RingStep(NamedTuple):
 
     queries: Rows
     keys: slice
-    block: Block
+    kind: Block
     places: Rows
 
 
@@ -118,7 +118,7 @@ class RoundsFunction(torch.autograd.Function):
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
             for step in this.steps:
                 seen = (x[step.keys] for x in kv)
-                total.add(step.places, *attend(q[step.queries], *seen, step.block, backend))
+                total.add(step.places, *attend(q[step.queries], *seen, step.kind, backend))
         ctx.save_for_backward(q, k, v, total.rows, total.lse)
         ctx.args = axis, rounds, peers, backend
         return total.rows
@@ -140,7 +140,7 @@ class RoundsFunction(torch.autograd.Function):
                     total.add(places, grads[begin : begin + size])
 
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
-            found = [step_gradients(step, kv, dout, q, out, lse, backend) for step in this.steps]
+            found = [block_gradients(step, kv, dout, q, out, lse, backend) for step in this.steps]
             if this is rounds[0]:
                 for total, own in zip(dkv, found[0][1:], strict=True):
                     total.add(ALL, own)
@@ -233,7 +233,7 @@ class Planner:
     def __init__(self, shard: SequenceShard, device: torch.device) -> None:
         self.shard, self.device = shard, device
         self.size, self.own = shard.axis.size, shard.axis.rank
-        self.tokens = len(shard.places)
+        self.tokens = len(shard.positions)
         self.rows = functools.cache(shard.query_key_rows)
 
     def round(self, by: Sequence[int]) -> RingRound:
@@ -243,7 +243,7 @@ class Planner:
             for d, (_, rows, (begin, _)) in zip(by, self.arriving(self.own, by, 1), strict=True)
             if rows
         ]
-        if steps and all(x.block.cu_q is None and x.queries == steps[0].queries for x in steps):
+        if steps and all(x.kind.cu_q is None and x.queries == steps[0].queries for x in steps):
             steps = [steps[0]._replace(keys=slice(0, steps[-1].keys.stop))]  # the keys of both at once
         sent = [self.keys_seen(self.own + d, self.own) for d in by if d]
         sent = [rows for rows in sent if count(rows)]
@@ -253,10 +253,10 @@ class Planner:
 
     def step(self, other: int, keys: slice) -> RingStep:
         """Plan attention to the keys of the rank `other`, which are the slice `keys` of the round's."""
-        step = self.shard.step(other, self.device)
+        step = self.shard.block(other, self.device)
         queries, _ = self.rows(self.own, other)
         whole = count(queries) == self.tokens
-        return RingStep(ALL if whole else step.queries, keys, step.block, self.places(queries))
+        return RingStep(ALL if whole else step.queries, keys, step.kind, self.places(queries))
 
     def keys_seen(self, queries: int, keys: int) -> slice | np.ndarray:
         """The keys of one rank that queries of another see."""

@@ -131,7 +131,8 @@ class Health(Observer):
 
     def _not_finite(self, step: StepNumbers, which: str) -> None:
         # A dynamic loss scale is meant to overflow until it fits.
-        searching = math.isfinite(step.loss) and self.optimizer.scaler.may_shrink(step.loss_scale)
+        scaler = self.optimizer.scaler
+        searching = math.isfinite(step.loss) and scaler.dynamic and step.loss_scale > scaler.minimum
         culprit, in_states = self.first_not_finite(step)
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
         if self.mesh.rank == 0:

@@ -109,10 +109,15 @@ def route_ref(ids: torch.Tensor, experts: int, multiple: int, rows: int) -> Rout
     return Routing(*(x.int() for x in (position.view(ids.shape), source, offsets, counts)))
 
 
-def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """Permute x `[t, h]` -> `[rows, h]`, each copy times probs fp32 `[t, k]`, if any. Raises ValueError."""
+def permute(
+    x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None, fused: bool = True
+) -> torch.Tensor:
+    """Permute x `[t, h]` -> `[rows, h]`, each copy times probs fp32 `[t, k]`, if any. Raises ValueError.
+
+    fused: by the kernel, where it can.
+    """
     _check(x, routing, probs, routing.position.shape[0])
-    if not usable(x, "permute"):
+    if not (fused and usable(x, "permute")):
         return permute_ref(x, routing, probs)
     return PermuteFunction.apply(x, routing, probs)
 
@@ -127,13 +132,16 @@ def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = 
     return rows.where((source >= 0)[:, None], 0.0).to(x.dtype)
 
 
-def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
+def unpermute(
+    z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None, fused: bool = True
+) -> torch.Tensor:
     """Sum each token's copies, times their probs fp32 `[t, k]`, if any: z `[rows, h]` -> `[t, h]`
 
-    Sums in fp32, in the order of the copies. Raises ValueError if shapes, types or devices do not fit.
+    Sums in fp32, in the order of the copies. fused: by the kernel, where it can. Raises ValueError if shapes,
+    types or devices do not fit.
     """
     _check(z, routing, probs, routing.source.shape[0])
-    if not usable(z, "unpermute"):
+    if not (fused and usable(z, "unpermute")):
         return unpermute_ref(z, routing, probs)
     return UnpermuteFunction.apply(z, routing, probs)
 

@@ -63,7 +63,7 @@ class DocumentShard(SequenceShard):
         queries, keys = self.segments(own, other)
         return ranges(queries[0], queries[1]), ranges(keys[0], keys[1])
 
-    def step(self, other: int, device: torch.device) -> AttentionBlock | None:
+    def block(self, other: int, device: torch.device) -> AttentionBlock | None:
         """Return attention to the keys of rank `other`, of all documents; None: no query sees one."""
         queries, keys = self.segments(self.axis.rank, other)
         if not queries.size:
@@ -74,7 +74,7 @@ class DocumentShard(SequenceShard):
 
     @memoized
     def gathered(self, device: torch.device, window: int | None = None) -> list[AttentionBlock]:
-        """Return the one step for the keys of all ranks in the order of the row, or for those in windows."""
+        """Return the one block for the keys of all ranks in the order of the row, or for those in windows."""
         begin, end = self.chunks(self.axis.rank).reshape(-1, 2).T
         first = np.repeat(self.bounds[:, 0], 2)
         if window is not None:

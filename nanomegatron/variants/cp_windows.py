@@ -34,17 +34,17 @@ def windowed_attention(
     """
     if shard.types[layer] == "a2a":
         return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)
-    steps = window_steps(shard, mask.window, q.device)
+    blocks = window_blocks(shard, mask.window, q.device)
     order = shard.order(range(shard.axis.size), q.device)
-    return GatherFunction.apply(q, k, v, shard.axis, steps, order, backend).flatten(2)
+    return GatherFunction.apply(q, k, v, shard.axis, blocks, order, backend).flatten(2)
 
 
-def window_steps(shard: SequenceShard, window: int, device: torch.device) -> list[AttentionBlock]:
-    """Return the steps, as `SequenceShard.gathered`, for the keys in the windows of this rank's queries."""
+def window_blocks(shard: SequenceShard, window: int, device: torch.device) -> list[AttentionBlock]:
+    """Return the blocks, as `SequenceShard.gathered`, for the keys in the windows of this rank's queries."""
     if isinstance(shard, DocumentShard):
         return shard.gathered(device, window)
-    chunks = [step for step in shard.gathered(device) if step.block.causal]  # each with its own keys
-    firsts = [max(0, step.keys.start - window) for step in chunks]
+    chunks = [block for block in shard.gathered(device) if block.kind.causal]  # each with its own keys
+    firsts = [max(0, x.keys.start - window) for x in chunks]
     block = Block(True, window)
     return [
         AttentionBlock(x.queries, slice(first, x.keys.stop), block)

@@ -23,7 +23,7 @@ def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> t
     An expert keeps the copies with the largest probs, or with the policy "position" the first tokens'.
     """
     t, capacity = len(ids), expert_capacity(len(ids), config)
-    if capacity is None or capacity >= t:
+    if capacity >= t:
         return ids
     rank = probs
     if config.moe_token_drop_policy == "position":

@@ -26,7 +26,10 @@ def seq_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, bat
 def global_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[E]` over all replicas."""
     counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
-    router.global_counts += all_reduce(all_reduce(counts[0], router.tokens_axis), router.mesh.dp_cp)
+    copies = counts[0]
+    if router.config.sequence_parallel:  # without it tp ranks have the same tokens
+        copies = all_reduce(copies, router.mesh.tp)
+    router.global_counts += all_reduce(copies, router.mesh.dp_cp)
     return load_loss(scores, router.global_counts[None])
 
 

@@ -27,8 +27,8 @@ def weight_decay_at(config: Config, samples_before: Sequence[int], samples: int)
     return opt.start_weight_decay + share * (opt.end_weight_decay - opt.start_weight_decay)
 
 
-def decay_by_values(state: ShardState) -> None:
-    """Make a shard's update by torch decay by the third of a step's values, not by --weight-decay."""
+def decay_by_rates(state: ShardState) -> None:
+    """Make a shard's update by torch decay by the third of a step's rates, not by --weight-decay."""
     state.config = replace(state.config, weight_decay=0.0)
     state.adamw = partial(decayed_adamw, state)
 
@@ -37,15 +37,15 @@ def decayed_adamw(
     state: ShardState,
     grads: torch.Tensor,
     step: torch.Tensor,
-    values: torch.Tensor,
+    rates: torch.Tensor,
     grad_scale: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
     """Decay the main parameters, then update them and the moments from fp32 grads `[size/ranks]`.
 
-    step, grad_scale, skip `[]`, values `[3]`: as in `ShardState.update`.
+    step, grad_scale, skip `[]`, rates `[3]`: as in `ShardState.update`.
     """
     for start, stop, kind in state.segments.ranges:
         if kind & DECAY:
-            state.main[start:stop].mul_(1.0 - values[kind & DECOUPLED] * values[2] * (1.0 - skip))
-    ShardState.adamw(state, grads, step, values, grad_scale, skip)
+            state.main[start:stop].mul_(1.0 - rates[kind & DECOUPLED] * rates[2] * (1.0 - skip))
+    ShardState.adamw(state, grads, step, rates, grad_scale, skip)

@@ -70,7 +70,7 @@ def in_both_forms(mesh, device):
     for name in ("heads", "grouped", "documents"):
         inputs, grad, mask, bounds, _ = whole(CASES[name] | dict(d=64, dtype=torch.bfloat16))
         shard = shard_of(mesh.cp, S, ("p2p",), bounds)
-        own = [x[torch.from_numpy(shard.places)].to(device) for x in (*inputs, grad)]
+        own = [x[torch.from_numpy(shard.positions)].to(device) for x in (*inputs, grad)]
         results = []
         for attention in forms:
             q, k, v = (x.clone().requires_grad_() for x in own[:3])
