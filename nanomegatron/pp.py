@@ -9,6 +9,29 @@ Tests: tests/test_pp.py. Page: docs/pipeline.md.
     rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages go over links (`mesh.py`)
     rank 2 of 3           [F0][B0][F1][B1]    ...
 
+What a rank does for 1f1b as a loop. `schedules.one_f_one_b` is the same as a list, which the executor reads
+like those of the other schedules:
+
+        ahead = min(stages - 1 - rank, microbatches)
+
+        for i in range(ahead):  # warm-up: one forward for each later rank
+            x = receive_forward()  # from rank - 1; the first rank has the tokens
+            y = forward(i, x)  # keeps what its backward needs
+            send_forward(y)  # to rank + 1; the last rank has the loss
+
+        for i in range(ahead, microbatches):  # steady: a forward, and the backward of the oldest one
+            x = receive_forward()
+            y = forward(i, x)
+            send_forward(y)
+            dy = receive_backward()  # from rank + 1
+            dx = backward(i - ahead, dy)  # frees it: at most ahead + 1 are kept
+            send_backward(dx)  # to rank - 1
+
+        for i in range(microbatches - ahead, microbatches):  # cool-down: the other backwards
+            dy = receive_backward()
+            dx = backward(i, dy)
+            send_backward(dx)
+
 Messages overlap with the computation: sends are asynchronous, and each link has at most one receive in flight
 ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known in advance.
 

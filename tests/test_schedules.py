@@ -1,14 +1,17 @@
 """Pipeline schedules against published formulas, Megatron's orders and PyTorch's; messages on links."""
 
+import functools
 import itertools
+import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
 
-from nanomegatron import schedules
+from nanomegatron import pp, schedules
 from nanomegatron.__main__ import main
 from nanomegatron.report.schedule_draw import draw_timeline, text
 from nanomegatron.schedules import (
@@ -47,6 +50,45 @@ def test_orders_of_megatron():
     table = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
     for ops in schedule("interleaved", 2, 5, 2, group=3):
         assert [(op.microbatch, op.chunk) for op in ops if op.kind == "F"] == table
+
+
+def loop_of_pp(rank, stages, microbatches):
+    """What the loop in the docstring of pp.py does on a rank: ops, receives and sends, in order."""
+    done, found = Counter(), []
+
+    def numbered(what, *_):
+        done[what] += 1
+        found.append((what, done[what] - 1))
+
+    def computed(kind):
+        return lambda i, _: found.append((kind, i))
+
+    loop = re.search(r"\n\n( {8}ahead = .+?)\n\n\S", pp.__doc__, re.S)[1]
+    names = [f"{verb}_{kind}" for verb in ("receive", "send") for kind in ("forward", "backward")]
+    functions = {name: functools.partial(numbered, name) for name in names}
+    functions |= {"forward": computed("F"), "backward": computed("BW")}
+    exec(textwrap.dedent(loop), dict(rank=rank, stages=stages, microbatches=microbatches, **functions))
+    return found
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_the_loop_in_the_text_of_pp_is_1f1b(stages):
+    """Op by op and message by message, but those that the first and the last rank do not have."""
+    for microbatches in MICROBATCHES:
+        lists, placed = schedule("1f1b", stages, microbatches), placement("1f1b", stages)
+        for rank, exchanges in enumerate(messages(lists, placed)):
+            expected = []
+            for op, exchange in zip(lists[rank], exchanges, strict=True):
+                kind = {"F": "forward", "BW": "backward"}[op.kind]
+                assert exchange.receives == (() if exchange.uses is None else (exchange.uses,))
+                expected += [(f"receive_{kind}", op.microbatch)] * (exchange.uses is not None)
+                expected += [(op.kind, op.microbatch)]
+                expected += [(f"send_{kind}", op.microbatch)] * (exchange.sends is not None)
+            none = {"receive_forward", "send_backward"} if rank == 0 else set()
+            none |= {"send_forward", "receive_backward"} if rank == stages - 1 else set()
+            assert [
+                each for each in loop_of_pp(rank, stages, microbatches) if each[0] not in none
+            ] == expected
 
 
 def test_every_order_that_megatron_accepts():
