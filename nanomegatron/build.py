@@ -36,7 +36,7 @@ from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
-from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
+from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
@@ -49,7 +49,7 @@ from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, StageSpec
+from nanomegatron.model import GPTModel, StageSpec, run_layers
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.ops.attention import Mask
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
@@ -75,6 +75,7 @@ from nanomegatron.variants.router_sinkhorn import sinkhorn_routing
 from nanomegatron.variants.weight_decay import decay_by_rates, weight_decay_at
 from nanomegatron.zero2 import Zero2Buckets
 
+BUCKETS = {"optim_grads": Zero2Buckets}  # by --data-parallel-sharding-strategy; others: ParamAndGradBuckets
 LR_STYLES = {"inverse-square-root": InverseSquareRoot, "WSD": WarmupStableDecay}  # others: Schedule
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
@@ -83,7 +84,7 @@ GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps} 
 class Paths:
     """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
 
-    layers: FusedLayers | None = None  # GPTModel.run_layers
+    layers: Callable = run_layers  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
@@ -93,6 +94,8 @@ class Paths:
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
+    state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
+    updates: type[ShardUpdates] = ShardUpdates  # updates the shards and starts their gathers
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
     decoder: Callable | None = None  # ModelChunks.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
@@ -103,35 +106,40 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
     Communicates over world on GPUs: every rank must call it with the same arguments.
     """
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
+    model = config.model
     if fast is None:
         fast = parallel.fast_paths
     peers = PeerAccess.build(mesh, parallel)
-    discards = model.recompute_modules if model.recompute_granularity == "selective" else ()
-    norms = "layernorm" in discards
+    paths = Paths(discards=tuple(filter(model.recomputes, model.recompute_modules)), peers=peers)
+    norms = model.recomputes("layernorm")
+    if norms:
+        paths = replace(paths, layers=FusedLayers(recompute=True))
     if fast is False:
-        return Paths(layers=FusedLayers(recompute=True) if norms else None, discards=discards, peers=peers)
-    everywhere = mesh.device.type == "cuda" if fast is None else fast
-    norm = quantizing_norm if everywhere else fused_norm
+        return paths
+    on_gpu = mesh.device.type == "cuda"
+    everywhere = fast or on_gpu
+    pieces = parallel.tp_comm_overlap
     halves = parallel.overlap_moe_expert_parallel_comm
-    exchanges = model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap)
+    exchanges = everywhere or halves or model.moe_shared_expert_overlap
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
-    return Paths(
-        layers=FusedLayers(norm, norms) if everywhere or norms else None,
-        linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
-        fp8=OverlappedFp8Matmuls(peers) if parallel.tp_comm_overlap else Fp8Matmuls(),
-        context=Ring(peers) if everywhere else None,
-        moe=OverlappedMoe(peers, halves) if exchanges else None,
-        producers=everywhere,
-        discards=discards,
-        loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
-        shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
-        gathered=gathered_casts if casts else None,
-        graphs=GRAPHS[graph_impl(config, mesh.world.size)] if mesh.device.type == "cuda" else None,
-        decoder=decoder if parallel.cuda_graph_impl != "none" else None,
-        peers=peers,
-    )
+    rows = [
+        ("layers", everywhere, FusedLayers(quantizing_norm, norms)),
+        ("linear", pieces, OverlappedLinear(peers)),
+        ("fp8", pieces, OverlappedFp8Matmuls(peers)),
+        ("context", everywhere, Ring(peers)),
+        ("producers", everywhere, True),
+        ("moe", model.num_experts and exchanges, OverlappedMoe(peers, halves)),
+        ("loss", model.cross_entropy_loss_fusion, fused_linear_cross_entropy),
+        ("shard_comm", everywhere and overlaps, PeerShardComm(peers)),
+        ("gathered", casts, gathered_casts),
+        ("state", casts, cast_state),
+        ("updates", casts, CastUpdates),
+        ("graphs", on_gpu, GRAPHS[graph_impl(config, mesh.world.size)]),
+        ("decoder", parallel.cuda_graph_impl != "none", decoder),
+    ]
+    return replace(paths, **{slot: path for slot, when, path in rows if when})
 
 
 def build_executor(
@@ -146,7 +154,7 @@ def build_executor(
 def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     stages.decoder = paths.decoder
-    for chunk in stages if paths.layers else ():
+    for chunk in stages:
         chunk.run_layers = paths.layers
     discard_activations(stages, paths.discards)
     for module in stages.modules():
@@ -156,9 +164,9 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
             elif paths.linear:
                 module.linear = paths.linear
         if isinstance(module, OutputLayer):
-            bounded = module.config.final_logit_softcapping
-            quantizes = paths.producers and accepts_fp8(module) and not bounded
-            module.loss = partial(quantizing_loss, module) if quantizes else paths.loss
+            module.loss = paths.loss
+            if paths.producers and accepts_fp8(module) and not module.config.final_logit_softcapping:
+                module.loss = partial(quantizing_loss, module)
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = attention_over_cp(paths.context, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
@@ -217,11 +225,12 @@ def pick_router(router: Router) -> None:
 
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> ModelChunks:
     """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
-    parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
+    parallel = config.parallel
+    layers = stage_layers(config, padded_vocab_size)
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
     chunks: list[GPTModel] = []
     for stage in placed[mesh.pp.rank]:
-        first, last = stage == 0, stage == len(layers) - 1
+        last = stage == len(layers) - 1
         words = None
         if last and chunks and chunks[0].embedding is not None:
             words = chunks[0].embedding.word_embeddings.weight
@@ -232,17 +241,19 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 max_sequence_length=config.model.max_position_embeddings,
                 padded_vocab_size=padded_vocab_size,
                 init=init,
-                stage=StageSpec(layers[stage], first, last, mesh, words),
+                stage=StageSpec(layers[stage], stage == 0, last, mesh, words),
             )
         )
         pick_variants(chunks[-1], mesh.cp)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = ModelChunks(chunks, mesh, parallel.schedule, group)
-    if fp8 := config.precision.fp8_layers(config.model.num_layers):
+    fp8_layers = config.precision.fp8_layers(config.model.num_layers)
+    if fp8_layers:
         stages.scales = Scales(recipe_of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
         for chunk in chunks:
-            quantize_layers(chunk, stages.scales, fp8)
-            if config.precision.fp8_output_proj and (head := chunk.output_layer) is not None:
+            quantize_layers(chunk, stages.scales, fp8_layers)
+            head = chunk.output_layer
+            if config.precision.fp8_output_proj and head is not None:
                 use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
     return stages
 
@@ -268,7 +279,7 @@ def batch_sharding(config: Config) -> Callable[..., Batch]:
 
 def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
     """Return the class of buckets for --data-parallel-sharding-strategy."""
-    return Zero2Buckets if parallel.sharding == "optim_grads" else ParamAndGradBuckets
+    return BUCKETS.get(parallel.sharding, ParamAndGradBuckets)
 
 
 def build_optimizer(
@@ -278,12 +289,10 @@ def build_optimizer(
     dtype = getattr(torch, config.grad_dtype_name)
     kind = buckets_class(config.parallel)
     buckets = kind(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
-    casts = paths.gathered is gathered_casts
-    state = cast_state if casts else ShardState
+    state = paths.state
     if config.optimizer.optimizer_cpu_offload:
         state = host_state(buckets, config.optimizer, state)
-    updates = CastUpdates(state) if casts else ShardUpdates(state)
-    optimizer = Optimizer(buckets, config.optimizer, config.precision, lr_table, updates)
+    optimizer = Optimizer(buckets, config.optimizer, config.precision, lr_table, paths.updates(state))
     if config.optimizer.weight_decay_incr_style != "constant":
         for shard in optimizer.shards:
             decay_by_rates(shard)
@@ -308,8 +317,8 @@ def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
 
 def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
     """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
-    for layer in model.layers:
-        for linear in layer.modules() if layer.layer in layers else ():
+    for layer in [layer for layer in model.layers if layer.layer in layers]:
+        for linear in layer.modules():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 use_fp8(linear, scales.add_layer(linear.weight.spec.name))
             elif isinstance(linear, GroupedExperts):

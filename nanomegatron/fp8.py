@@ -271,7 +271,7 @@ class Scales:
         self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
         self.limits = torch.cat((self.limits, limits))
         self.scale = torch.cat((self.scale, torch.ones_like(limits)))
-        self.update_inverses()
+        self.inverses = torch.cat((self.inverses, self.inverses.new_ones(len(ROLES), INVERSE_STRIDE)))
         self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers), recipe)
         return self.layers[name]
 
@@ -293,11 +293,7 @@ class Scales:
 
     def update_inverses(self) -> None:
         """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
-        inverses = (1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE)
-        if self.inverses.shape == inverses.shape:
-            self.inverses.copy_(inverses)
-        else:
-            self.inverses = inverses.contiguous()
+        self.inverses.copy_((1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE))
 
 
 class Fp8Linear:
