@@ -21,7 +21,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.norm import norm
 from nanomegatron.ops.swiglu import activation, plain_act
-from nanomegatron.param import Init, ParamSpec, accumulate, new_parameter, replica, scaled_std
+from nanomegatron.param import Init, accumulate, replicated, scaled_std
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -77,19 +77,13 @@ class Norm(nn.Module):
         self.eps = config.norm_epsilon
         self.from_one = config.apply_layernorm_1p
         self.fused = config.persist_layer_norm
-        self.weight = norm_parameter(init.at("weight"), size, axis, partial, fill=1 - self.from_one)
+        self.weight = replicated(init.at("weight"), (size,), axis, partial, fill=1 - self.from_one)
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = norm_parameter(init.at("bias"), size, axis, partial, fill=0)
+            self.bias = replicated(init.at("bias"), (size,), axis, partial, fill=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return norm(x, self.weight, self.bias, self.eps, self.from_one, self.fused)
-
-
-def norm_parameter(init: Init, size: int, axis: Axis, partial: bool, fill: float) -> nn.Parameter:
-    """Create the weight or bias of a norm, `[size]`, which every rank of the axis holds."""
-    part = replica(init.name, (size,), axis, partial)
-    return new_parameter(ParamSpec((part,), (size,), decay=False), init, fill=fill)
 
 
 def run_mlp(mlp: "MLP", x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:
@@ -170,9 +164,12 @@ class Embedding(nn.Module):
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            shape = (max_sequence_length, config.hidden_size)
-            part = replica(f"{init.name}.position_embeddings.weight", shape, tp, config.sequence_parallel)
-            self.position_embeddings = new_parameter(ParamSpec((part,), shape), init)
+            self.position_embeddings = replicated(
+                init.at("position_embeddings.weight"),
+                (max_sequence_length, config.hidden_size),
+                tp,
+                partial=config.sequence_parallel,
+            )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         positions = batch.embedded_positions

@@ -56,6 +56,7 @@ from nanomegatron.param import (
     is_deferred,
     new_parameter,
     replica,
+    replicated,
     scaled_std,
     shard,
     stacked,
@@ -97,10 +98,8 @@ class MoELayer(nn.Module):
         self.shared_experts = shared
         self.gate_weight = None
         if shared is not None and config.moe_shared_expert_gate:
-            name = init.at("shared_experts.gate_weight")
-            shape = (1, config.hidden_size)
-            part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
-            self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
+            gate = init.at("shared_experts.gate_weight")
+            self.gate_weight = replicated(gate, (1, config.hidden_size), mesh.tp, config.sequence_parallel)
         self.dispatcher = AllGatherDispatch(self.experts)
         if config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1:
             self.dispatcher = AllToAllDispatch(self.experts)
@@ -309,15 +308,14 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
         groups = ctx.groups
         grad = grad.contiguous()
-        w = weight.view(groups.experts, -1, weight.shape[1])
+        w = ctx.weight.view(groups.experts, -1, ctx.weight.shape[1])
         if ctx.transposed:
             dx = grouped_mm(grad, w.mT, groups)
-            return dx, accumulate_outer(weight, x, grad, groups), None, None
+            return dx, accumulate_outer(ctx.weight, x, grad, groups), None, None
         dx = grouped_mm(grad, w, groups)
-        return dx, accumulate_outer(weight, grad, x, groups), None, None
+        return dx, accumulate_outer(ctx.weight, grad, x, groups), None, None
 
 
 def activate_and_project(

@@ -174,6 +174,14 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
     return param
 
 
+def replicated(
+    init: Init, shape: tuple[int, ...], axis: Axis, partial: bool = False, fill: float | None = None
+) -> nn.Parameter:
+    """Create a parameter that every rank of the axis holds, as `replica` says; only matrices decay."""
+    part = replica(init.name, shape, axis, partial)
+    return new_parameter(ParamSpec((part,), shape, decay=len(shape) == 2), init, fill)
+
+
 def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
     """The whole global tensor `name` -> `[...]`, fp32, normal with mean 0 and deviation `init.std`"""
     digest = hashlib.sha256(f"{init.seed}:{name}".encode()).digest()

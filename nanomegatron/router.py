@@ -40,7 +40,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce, all_reduce_
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, ParamSpec, accumulate, add_grad, add_product, new_parameter, replica
+from nanomegatron.param import Init, accumulate, add_grad, add_product, replicated
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
@@ -220,16 +220,14 @@ class Router(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
         experts = config.num_experts
-        h = config.hidden_size
         self.config = config
         self.layer = layer
         self.mesh = mesh
-        part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
-        self.weight = new_parameter(ParamSpec((part,), (experts, h)), init)
+        partial = config.sequence_parallel
+        self.weight = replicated(init.at("weight"), (experts, config.hidden_size), mesh.tp, partial)
         self.bias = None
         if not config.disable_bias_linear:  # drawn like the weight, as Megatron does
-            part = replica(f"{init.name}.bias", (experts,), mesh.tp, partial=config.sequence_parallel)
-            self.bias = new_parameter(ParamSpec((part,), (experts,), decay=False), init)
+            self.bias = replicated(init.at("bias"), (experts,), mesh.tp, partial)
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)

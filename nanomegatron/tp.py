@@ -64,7 +64,7 @@ from nanomegatron.param import (
     add_product,
     is_deferred,
     new_parameter,
-    replica,
+    replicated,
     shard,
     stacked,
 )
@@ -116,26 +116,23 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
-        axis = ctx.axis
-        comm = ctx.comm
         gathered = Pending(x)
         later = Axis.single()  # over which x is still to be gathered when the weight gradient is computed
-        if comm == "gather" and is_deferred(weight):
-            later = axis
-        elif comm == "gather":
-            gathered = start_all_gather(x, axis)
+        if ctx.comm == "gather" and is_deferred(ctx.weight):
+            later = ctx.axis
+        elif ctx.comm == "gather":
+            gathered = start_all_gather(x, ctx.axis)
         dbias = bias_grad(ctx.bias, dy, accumulate)
-        if comm == "scatter":
-            dy = all_gather(dy, axis)
-        dx = dy @ weight
+        if ctx.comm == "scatter":
+            dy = all_gather(dy, ctx.axis)
+        dx = dy @ ctx.weight
         x = gathered.wait()
-        reduced = start_input_grad_sum(dx, axis, comm)
+        reduced = start_input_grad_sum(dx, ctx.axis, ctx.comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
             add_product(out, dy, all_gather(x, later), beta)
 
-        dw = accumulate(weight, write)
+        dw = accumulate(ctx.weight, write)
         return reduced.wait(), dw, None, None, dbias
 
 
@@ -230,9 +227,9 @@ class RowParallelLinear(nn.Module):
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
         spec = ParamSpec((part,), (output_size, input_size // tp.size))
         self.weight = new_parameter(spec, init)
-        part = replica(f"{init.name}.bias", (output_size,), tp, partial=sequence_parallel)
-        spec = ParamSpec((part,), (output_size,), decay=False)
-        self.bias = new_parameter(spec, init, fill=0.0) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = replicated(init.at("bias"), (output_size,), tp, sequence_parallel, fill=0.0)
 
     @property
     def comm(self) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import copy_to, reduce_from
-from nanomegatron.layers import Norm, norm_parameter
-from nanomegatron.param import Init
+from nanomegatron.layers import Norm
+from nanomegatron.param import Init, replicated
 
 
 class HeadsNorm(nn.Module):
@@ -30,7 +30,7 @@ class HeadsNorm(nn.Module):
         self.eps = norm.eps
         self.from_one = norm.from_one
         self.axis = spec.parts[0].axis
-        self.weight = norm_parameter(init, size, self.axis, partial=True, fill=1 - self.from_one)
+        self.weight = replicated(init, (size,), self.axis, partial=True, fill=1 - self.from_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
