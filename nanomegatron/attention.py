@@ -74,7 +74,8 @@ class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
     context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
-    mask: which keys of a whole row its queries see.
+    mask: which keys of a whole row its queries see. q_norm, k_norm: of each head, or None. `build.py` may set
+    these four.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)

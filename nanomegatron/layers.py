@@ -101,17 +101,18 @@ class MLP(nn.Module):
 
     run: Callable[..., torch.Tensor] = staticmethod(run_mlp)
 
-    def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
-        """size: the number of inner features if not the config's (for shared experts)."""
+    def __init__(
+        self, config: TransformerConfig, tp: Axis, init: Init, ffn: int, recompute: bool = False
+    ) -> None:
+        """ffn: the number of inner features. recompute: all of it in the backward."""
         super().__init__()
         h = config.hidden_size
-        ffn = size or config.ffn_size
         inner = {"gate": ffn, "up": ffn} if config.gated else ffn
         bias = not config.disable_bias_linear
         self.activation = activation(config)
         self.plain_act = plain_act(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
-        self.recompute = size is None and config.recomputes("mlp")
+        self.recompute = recompute
         self.linear_fc1 = ColumnParallelLinear(
             h,
             inner,

@@ -62,17 +62,11 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.rotary_kind = config.rotary_kinds[layer]
-
-        def norm(name: str, place: str) -> nn.Module:
-            if config.norm_placement not in (place, "both"):
-                return nn.Identity()
-            return Norm(config, config.hidden_size, tp, init.at(name), config.sequence_parallel)
-
-        self.input_layernorm = norm("input_layernorm", "pre")
+        self.input_layernorm = norm_at("pre", config, tp, init.at("input_layernorm"))
         self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
-        self.post_attention_layernorm = norm("post_attention_layernorm", "post")
-        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", "pre")
-        self.post_mlp_layernorm = norm("post_mlp_layernorm", "post")
+        self.post_attention_layernorm = norm_at("post", config, tp, init.at("post_attention_layernorm"))
+        self.pre_mlp_layernorm = norm_at("pre", config, tp, init.at("pre_mlp_layernorm"))
+        self.post_mlp_layernorm = norm_at("post", config, tp, init.at("post_mlp_layernorm"))
         self.mlp = feed_forward(config, layer, tp, init.at("mlp"), mesh)
         self.dropout = BranchDropout(config, layer)
 
@@ -85,10 +79,17 @@ class TransformerLayer(nn.Module):
         return x + self.dropout(self.post_mlp_layernorm(y), batch, 1)
 
 
+def norm_at(place: str, config: TransformerConfig, tp: Axis, init: Init) -> nn.Module:
+    """Build a norm before ("pre") or after ("post") attention or an MLP; nn.Identity where there is none."""
+    if config.norm_placement not in (place, "both"):
+        return nn.Identity()
+    return Norm(config, config.hidden_size, tp, init, partial=config.sequence_parallel)
+
+
 def feed_forward(config: TransformerConfig, layer: int, tp: Axis, init: Init, mesh: Mesh) -> nn.Module:
     """Build the MLP of a layer, or its experts."""
     if config.num_experts is None or not config.moe_layers[layer]:
-        return MLP(config, tp, init)
+        return MLP(config, tp, init, config.ffn_size, config.recomputes("mlp"))
     size = config.moe_shared_expert_intermediate_size
     shared = MLP(config, tp, init.at("shared_experts"), size) if size else None
     return MoELayer(config, layer, mesh, init, activation(config), shared)
@@ -220,9 +221,7 @@ class GPTModel(nn.Module):
             x = self.embedding(batch)
         elif x is None:
             raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
-        spread = Axis.single()
-        if config.distribute_saved_activations and stream.size == 1:
-            spread = self.tp
+        spread = self.tp if config.distribute_saved_activations and stream.size == 1 else Axis.single()
         for segment, again in config.segments(len(self.layers)):
             layers = [self.layers[i] for i in segment]
             run = partial(self.run_layers, layers, batch=batch, rotary=rotary, cache=cache)

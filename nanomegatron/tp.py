@@ -227,9 +227,7 @@ class RowParallelLinear(nn.Module):
         part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
         spec = ParamSpec((part,), (output_size, input_size // tp.size))
         self.weight = new_parameter(spec, init)
-        self.bias = None
-        if bias:
-            self.bias = replicated(init.at("bias"), (output_size,), tp, sequence_parallel, fill=0.0)
+        self.bias = replicated(init.at("bias"), (output_size,), tp, sequence_parallel, 0.0) if bias else None
 
     @property
     def comm(self) -> str:

@@ -58,7 +58,7 @@ def test_it_is_megatrons(case, megatron):
     settings, fused = CASES[case]
     config = replace(CONFIG, **settings)
     torch.manual_seed(0)
-    ours, x = MLP(config, Axis.single(), Init(std=1.0)), torch.randn(5, 2, 8)
+    ours, x = MLP(config, Axis.single(), Init(std=1.0), config.ffn_size), torch.randn(5, 2, 8)
     for bias in (ours.linear_fc1.bias, ours.linear_fc2.bias):
         if bias is not None:
             nn.init.normal_(bias)

@@ -143,7 +143,8 @@ def test_a_recomputed_activation_has_its_bias():
     """The bias of the first layer is part of what the second one reads."""
     grads = []
     for run in run_mlp, discarding_mlp:
-        mlp = MLP(replace(BASE, swiglu=False), Axis.single(), Init(std=0.3))
+        config = replace(BASE, swiglu=False)
+        mlp = MLP(config, Axis.single(), Init(std=0.3), config.ffn_size)
         mlp.run = run
         torch.nn.init.constant_(mlp.linear_fc1.bias, 0.7)
         x = torch.linspace(-1, 1, 6 * 2 * 32).view(6, 2, 32).requires_grad_()

@@ -305,7 +305,7 @@ def test_bf16_microbatches_add_up_in_fp32():
 def test_biases_report_each_contribution(how, run):
     """Once a microbatch, by the layer or the activation; one that the caller adds is left to autograd."""
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=24, **how)
-    mlp, twin = (MLP(config, Axis.single(), replace(INIT, std=0.5)) for _ in range(2))
+    mlp, twin = (MLP(config, Axis.single(), replace(INIT, std=0.5), 24) for _ in range(2))
     mlp.run = run
     bucket, weight = Bucket(*mlp.parameters()), torch.randn(5, 2, 8)
     for _ in range(2):
