@@ -7,7 +7,7 @@
 
     graphs         nanomegatron generate on a GPU: fast/decode.py
     cublas         the same without the kernel for linear layers of a single token
-    plain          the form of the core, pp.next_logits
+    plain          the form of the core, pp.last_logits
     transformers   the same shape as a model of transformers, static cache as large as the text; steps under
                    torch.compile(mode="reduce-overhead"), prompts without; skipped where it is not installed
 

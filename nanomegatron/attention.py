@@ -34,40 +34,15 @@ from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens before; attend: `core_attention`, or what does the same."""
+    """Keys and values of the tokens before, which never change, so that generation keeps them.
+
+    attend: `core_attention`, or what does the same.
+    """
 
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add new ones; return those to attend to. k, v `[s, b, g, d]` -> `[t, b, g, d]`, `[t, b, g, d]`"""
-
-
-class KVCache:
-    """The `Cache` of generation: keys and values of all positions so far, `[2, max_length, b, g, d]` a layer.
-
-    A token's keys and values never change once they are computed. It returns views.
-    """
-
-    attend = staticmethod(core_attention)
-
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
-        self.length = 0  # positions held, including those of the current forward
-        self.buffers: dict[int, torch.Tensor] = {}
-
-    def extend(self, count: int) -> None:
-        """Begin a forward over `count` new positions. Raises ValueError if there is no room for them."""
-        self.length += count
-        if self.length > self.max_length:
-            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
-
-    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self.buffers:
-            self.buffers[layer] = k.new_empty((2, self.max_length, *k.shape[1:]))
-        keys, values = self.buffers[layer][:, : self.length]
-        keys[-len(k) :] = k
-        values[-len(k) :] = v
-        return keys, values
 
 
 class SelfAttention(nn.Module):

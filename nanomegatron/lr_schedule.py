@@ -128,11 +128,3 @@ class LossScaler:
         self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
         self.hysteresis_left = torch.where(double, self.hysteresis, left)
         self.good_in_a_row = good * ~double
-
-    def state(self) -> list[float]:
-        """Numbers for a checkpoint. The host waits for the device."""
-        return torch.stack((self.scale, self.good_in_a_row, self.hysteresis_left)).tolist()
-
-    def load(self, state: list[float]) -> None:
-        """Restore `state()`."""
-        self.scale, self.good_in_a_row, self.hysteresis_left = torch.tensor(state, device=self.scale.device)

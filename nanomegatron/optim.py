@@ -24,7 +24,7 @@ import torch
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
-from nanomegatron.dp import Bucket, ParamAndGradBuckets, Slice
+from nanomegatron.dp import Bucket, ParamAndGradBuckets
 from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, sums_of_squares
 from nanomegatron.ops.kernels import usable
@@ -109,11 +109,6 @@ class ShardState:
         """Convert the main parameters into this rank's shard of the tensor to gather."""
         if self.mixed:
             self.bucket.gathered.write(self.main, self.bucket.gathered.shard)
-
-    def reset_main(self) -> None:
-        """Copy the main parameters from the parameters."""
-        if self.mixed:
-            self.main.copy_(self.bucket.data[self.bucket.shard])
 
 
 class ShardUpdates:
@@ -258,29 +253,3 @@ class Optimizer:
         """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
         zeros = (self._over_parts(self._grads(), zeros=True) * self.counted).sum().long()
         return all_reduce_(zeros, self.buckets.world)
-
-    def reset_main(self) -> None:
-        """Copy the main parameters from the parameters, after loading weights without main parameters."""
-        for shard in self.shards:
-            shard.reset_main()
-
-    def states(self) -> dict[str, list[tuple[Slice, torch.Tensor]]]:
-        """Optimizer states for a checkpoint, by kind -> slices, and views of their flat elements `[n]`"""
-        kinds = (["main"] if self.shards[0].mixed else []) + ["exp_avg", "exp_avg_sq"]
-        return {
-            kind: [
-                (piece, piece.of(getattr(shard, kind)))
-                for shard in self.shards
-                for piece in shard.bucket.slices
-            ]
-            for kind in kinds
-        }
-
-    def scalars(self) -> dict:
-        """Numbers for a checkpoint. The host waits for the device."""
-        return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state()}
-
-    def load_scalars(self, saved: dict) -> None:
-        """Restore `scalars()`."""
-        self.good_steps.fill_(saved["good_steps"])
-        self.scaler.load(saved["loss_scaler"])

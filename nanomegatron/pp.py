@@ -57,7 +57,7 @@ import torch
 from torch import nn
 
 from nanomegatron import schedules
-from nanomegatron.attention import KVCache
+from nanomegatron.attention import Cache
 from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_gather, broadcast_, start_receive, start_send
 from nanomegatron.fp8 import Scales
@@ -77,7 +77,7 @@ class ModelChunks(nn.ModuleList):
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
-    decoder: (stages, longest text) -> what generates in place of `next_logits`, or None.
+    decoder: (stages, longest text) -> what generates in place of `last_logits`, or None.
     """
 
     decoder: Callable[["ModelChunks", int], Any] | None = None
@@ -334,18 +334,15 @@ def warm_up(
         runner.run(op, None if at_end else zeros())
 
 
-def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
-    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`, unpadded.
+def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
+    """Return the logits of the last tokens of a batch that follows the cache -> `[b, V]`, unpadded.
 
     Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
     has the whole batch, and returns the same logits. `report/generate.py` samples from them.
     """
-    tokens = torch.tensor(columns, device=model.device)
-    b, s = tokens.shape
-    batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
-    cache.extend(s)
-    columns_here = model[0].padded_vocab_size // model.tp.size
-    logits = torch.empty(b, columns_here, dtype=model.dtype, device=model.device)
+    b, s = batch.tokens.shape
+    columns = model[0].padded_vocab_size // model.tp.size
+    logits = torch.empty(b, columns, dtype=model.dtype, device=model.device)
 
     def step(chunk: GPTModel, _: int) -> torch.Tensor:
         x = chunk(batch, cache=cache)

@@ -19,6 +19,11 @@ from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
 from nanomegatron.checkpoint.files import DTYPES, Piece
 from nanomegatron.checkpoint.folder import read_manifest
 from nanomegatron.checkpoint.manifest import CheckpointError, rectangles
+from nanomegatron.checkpoint.optimizer_state import (
+    load_optimizer_scalars,
+    optimizer_scalars,
+    optimizer_states,
+)
 from nanomegatron.comm import barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
@@ -134,12 +139,12 @@ def trained(mesh: Mesh, strategy: str, root: Path, target: str, steps: int, dtyp
     """Resume from the newest checkpoint in root if there is one, make some steps, save; the norms."""
     flags = dict(overlap_param_gather=True, ddp_bucket_size=400, data_parallel_sharding_strategy=strategy)
     model, buckets, optimizer = toy.built(mesh, flags, getattr(torch, dtype))
-    if loaded := load(root, pieces_of(buckets.params, optimizer.states(), mesh), mesh):
-        optimizer.load_scalars(loaded.state)
+    if loaded := load(root, pieces_of(buckets.params, optimizer_states(optimizer), mesh), mesh):
+        load_optimizer_scalars(optimizer, loaded.state)
     norms = [toy.train_step(model, buckets, optimizer, mesh).item() for _ in range(steps)]
     buckets.wait_params()
-    pieces = pieces_of(buckets.params, optimizer.states(), mesh)
-    save(root.parent / target, 1 + steps, pieces, optimizer.scalars(), "", mesh)
+    pieces = pieces_of(buckets.params, optimizer_states(optimizer), mesh)
+    save(root.parent / target, 1 + steps, pieces, optimizer_scalars(optimizer), "", mesh)
     return norms
 
 

@@ -14,6 +14,8 @@ from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model
+from nanomegatron.checkpoint.optimizer_state import optimizer_states
+from nanomegatron.checkpoint.resume import all_pieces, check_model, save_checkpoint
 from nanomegatron.checkpoint.source import find_source
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values
@@ -47,7 +49,7 @@ WITHOUT = {
 
 def states_of(run) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's states of this rank, in one tensor a kind."""
-    kinds = {kind: [flat for _, flat in ranges] for kind, ranges in run.optimizer.states().items()}
+    kinds = {kind: [flat for _, flat in ranges] for kind, ranges in optimizer_states(run.optimizer).items()}
     kinds["weights"] = [p.detach() for p in run.model.parameters()]
     return {kind: torch.cat([x.float().flatten() for x in found]) for kind, found in kinds.items()}
 

@@ -16,6 +16,7 @@ from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.convert_target import new_files
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import Folder, folder_tokenizer
+from nanomegatron.checkpoint.optimizer_state import optimizer_states
 from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -143,7 +144,7 @@ def trained_here(root: Path, dtype=torch.float32, format="sharded", **shape) -> 
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=init)
     pick_variants(model, Axis.single("cp"))
     buckets = ParamAndGradBuckets(model, config.parallel, ALONE)
-    states = Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3).states()
+    states = optimizer_states(Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3))
     for _, flat in states.get("main", ()):
         flat += 1e-5  # as after a step: not what the weights are
     tokenizer = build_tokenizer("ByteTokenizer")

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.attention import KVCache
 from nanomegatron.build import Paths, install
 from nanomegatron.commands.generate import batch
 from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.ops import attend_one as ops_attend_one
 from nanomegatron.ops import matvec as ops_matvec
-from nanomegatron.pp import ModelChunks, next_logits
-from nanomegatron.report.generate import Sampling, generate, likeliest, stream
+from nanomegatron.pp import ModelChunks
+from nanomegatron.report.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from tests import cuda_on_cpu
 from tests.test_cuda_graphs import Recorder
 from tests.test_generate import GPT, LLAMA, PROMPTS, VOCAB, build

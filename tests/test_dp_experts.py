@@ -8,6 +8,11 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import load, module_states, save, state_pieces, training_pieces
 from nanomegatron.checkpoint.folder import read_manifest
+from nanomegatron.checkpoint.optimizer_state import (
+    load_optimizer_scalars,
+    optimizer_scalars,
+    optimizer_states,
+)
 from nanomegatron.comm import all_reduce
 from nanomegatron.report.banner import buckets_text
 from tests import toy
@@ -147,16 +152,16 @@ def trained(mesh, strategy, root, target, steps, dtype):
 
     def pieces():
         small = state_pieces(module_states(model), mesh)
-        return training_pieces(buckets.params, optimizer.states(), mesh) + small
+        return training_pieces(buckets.params, optimizer_states(optimizer), mesh) + small
 
     if loaded := load(root, pieces(), mesh):
-        optimizer.load_scalars(loaded.state)
+        load_optimizer_scalars(optimizer, loaded.state)
     norms = []
     for _ in range(steps):
         norms.append(train_step(model, buckets, optimizer, mesh).item())
         for i, layer in enumerate(model.layers):
             layer.bias += torch.arange(EXPERTS) * (i - 0.7)
-    save(root.parent / target, 1 + steps, pieces(), optimizer.scalars(), "", mesh)
+    save(root.parent / target, 1 + steps, pieces(), optimizer_scalars(optimizer), "", mesh)
     return norms, [layer.bias.tolist() for layer in model.layers]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron.attention import KVCache
 from nanomegatron.batch import Batch
 from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
@@ -27,8 +26,8 @@ from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import ModelChunks, next_logits
-from nanomegatron.report.generate import Sampling, generate, stream, truncated
+from nanomegatron.pp import ModelChunks
+from nanomegatron.report.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.report.generate import sample as draw_tokens
 from tests.spmd import run_spmd
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import train
-from nanomegatron.attention import KVCache
 from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.checkpoint.upcycle import dense_source, sum_of_weights
 from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import read_folder
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.pp import next_logits
+from nanomegatron.report.generate import KVCache, next_logits
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.traffic import Traffic
 from tests.layouts import ROPE, flags_of

@@ -11,6 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomegatron.batch import Batch
 from nanomegatron.build import LR_STYLES
+from nanomegatron.checkpoint.optimizer_state import (
+    load_optimizer_scalars,
+    optimizer_scalars,
+    optimizer_states,
+    reset_main,
+)
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import ParamAndGradBuckets
@@ -144,7 +150,7 @@ def make(dtype=torch.float32, config=CONFIG, precision=None, grad_dtype=torch.fl
 
 def of_params(params, optimizer, kind):
     """A kind of state, in the shape of each parameter."""
-    found = {id(piece.param): flat for piece, flat in optimizer.states()[kind]}
+    found = {id(piece.param): flat for piece, flat in optimizer_states(optimizer)[kind]}
     return [found[id(p)].view(p.shape) for p in params]
 
 
@@ -257,7 +263,7 @@ def test_bf16_states_are_rounded_after_steps_in_fp32(dtype):
 
 
 def state(params, optimizer):
-    states = [flat for ranges in optimizer.states().values() for _, flat in ranges]
+    states = [flat for ranges in optimizer_states(optimizer).values() for _, flat in ranges]
     return [t.detach().clone() for t in (*params, *states, optimizer.good_steps)]
 
 
@@ -323,9 +329,9 @@ def test_saved_numbers_are_taken_up_again():
     (params, optimizer), (_, other) = make(), make()
     put(params, random_grads(params))
     optimizer.step(GOOD)
-    assert optimizer.scalars() == {"good_steps": 1, "loss_scaler": [1.0, 0.0, 2.0]}
-    other.load_scalars({"good_steps": 7, "loss_scaler": [4.0, 2.0, 1.0]})
-    assert other.scalars() == {"good_steps": 7, "loss_scaler": [4.0, 2.0, 1.0]}
+    assert optimizer_scalars(optimizer) == {"good_steps": 1, "loss_scaler": [1.0, 0.0, 2.0]}
+    load_optimizer_scalars(other, {"good_steps": 7, "loss_scaler": [4.0, 2.0, 1.0]})
+    assert optimizer_scalars(other) == {"good_steps": 7, "loss_scaler": [4.0, 2.0, 1.0]}
     assert other.scaler.scale == 4.0
 
 
@@ -333,9 +339,9 @@ def test_main_parameters_can_be_taken_from_loaded_weights():
     params, optimizer = make(torch.bfloat16)
     with torch.no_grad():
         params[0].fill_(3.0)
-    optimizer.reset_main()
+    reset_main(optimizer)
     assert (of_params(params, optimizer, "main")[0] == 3).all()
-    assert list(optimizer.states()) == ["main", "exp_avg", "exp_avg_sq"]
+    assert list(optimizer_states(optimizer)) == ["main", "exp_avg", "exp_avg_sq"]
 
 
 # Several ranks

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.checkpoint.optimizer_state import optimizer_states
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import ParamAndGradBuckets
@@ -35,7 +36,9 @@ def run(optimizer_config, bucket_size=700, bad_step=None):
         buckets.finish_grad_sync()
         loss = torch.tensor(float("nan") if step == bad_step else 1.0)
         norms.append(optimizer.step(loss).grad_norm.item())
-    states = {kind: [flat.clone() for _, flat in pieces] for kind, pieces in optimizer.states().items()}
+    states = {
+        kind: [flat.clone() for _, flat in pieces] for kind, pieces in optimizer_states(optimizer).items()
+    }
     return [p.detach().clone() for p in model.parameters()], states, norms, optimizer
 
 

@@ -12,6 +12,8 @@ import torch
 
 import train
 from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, load_checkpoint
+from nanomegatron.checkpoint.optimizer_state import optimizer_states
+from nanomegatron.checkpoint.resume import all_pieces, load_checkpoint, save_checkpoint
 from nanomegatron.mesh import World
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
@@ -29,7 +31,7 @@ FORMATS = ("sharded", "torch_dist")
 def pieces_of(run) -> list:
     """All that a checkpoint holds, on this rank."""
     run.buckets.wait_params()
-    return all_pieces(run, run.optimizer.states())[0]
+    return all_pieces(run, optimizer_states(run.optimizer))[0]
 
 
 def step(run) -> float:

@@ -23,6 +23,12 @@ from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
+from nanomegatron.checkpoint.optimizer_state import (
+    load_optimizer_scalars,
+    optimizer_scalars,
+    optimizer_states,
+    reset_main,
+)
 from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.checkpoint.source import (
     LoadSource,
@@ -100,7 +106,7 @@ class Checkpoints(Observer):
 
     def pieces(self) -> list[Piece]:
         """Collect what a checkpoint of this run holds."""
-        states = {} if self.config.no_save_optim else self.run.optimizer.states()
+        states = {} if self.config.no_save_optim else optimizer_states(self.run.optimizer)
         return all_pieces(self.run, states)[0]
 
     def save(self, persistent: bool = True, last: bool = False) -> None:
@@ -143,7 +149,7 @@ def training_state(run: Training) -> dict:
         "consumed_samples": progress.consumed_samples,
         "skipped_samples": progress.skipped_samples,
         "data_samples": run.data.samples,
-        "optimizer": run.optimizer.scalars(),
+        "optimizer": optimizer_scalars(run.optimizer),
         "seed": run.config.run.seed,
         "data": run.data.identity,
         "tokenizer": run.data.tokenizer.spec,
@@ -189,7 +195,7 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     if found:
         check_model(run, source, found[1])
-    states = {} if begins or config.no_load_optim else run.optimizer.states()
+    states = {} if begins or config.no_load_optim else optimizer_states(run.optimizer)
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
     loaded = load(
@@ -219,11 +225,11 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
     if source.upcycling:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if states:
-        run.optimizer.load_scalars(loaded.state["optimizer"])
+        load_optimizer_scalars(run.optimizer, loaded.state["optimizer"])
         good_steps = loaded.state["optimizer"]["good_steps"]
         log_notes(run, value_changes(loaded.config_toml, run.config, run.progress, good_steps))
     elif run.optimizer:
-        run.optimizer.reset_main()
+        reset_main(run.optimizer)
         note_new_schedule(run)
     if run.model.scales is not None:
         load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
@@ -317,7 +323,7 @@ def load_hf_folder(run: Training, source: LoadSource) -> None:
     notes = load_weights(source.root, parameters(), model, run.model.vocab_size, source.upcycling)
     log_notes(run, [*(divide_outputs(parameters(), model) if source.upcycling else ()), *notes])
     if run.optimizer:
-        run.optimizer.reset_main()
+        reset_main(run.optimizer)
     warn_once(run, tokenizer_notes(run, source.root) if run.mesh.rank == 0 else [])
     keep_source(run, source.root)
     how = ", each expert as the MLP" * source.upcycling
@@ -345,7 +351,7 @@ def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> Non
     whole = replace(model, num_experts=None) if source.upcycling else model
     manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, run.mesh)
     resumes = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
-    states = run.optimizer.states() if resumes and not config.no_load_optim else {}
+    states = optimizer_states(run.optimizer) if resumes and not config.no_load_optim else {}
     pieces = all_pieces(run, states)[0]
     pieces = dense_pieces(pieces) if source.upcycling else pieces
     warn_once(run, load_megatron(folder, manifest, pieces, run.mesh))
@@ -356,9 +362,10 @@ def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> Non
         consumed = run.progress.consumed_samples if samples is None else samples
         restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
     if states:
-        run.optimizer.load_scalars(run.optimizer.scalars() | {"good_steps": run.progress.iteration})
+        done = {"good_steps": run.progress.iteration}
+        load_optimizer_scalars(run.optimizer, optimizer_scalars(run.optimizer) | done)
     elif run.optimizer:
-        run.optimizer.reset_main()
+        reset_main(run.optimizer)
     step = f", step {run.progress.iteration}" if resumes else ", its weights"
     run.log.line(f"loaded  {folder} of Megatron-LM{step}{', each expert as the MLP' * source.upcycling}")
 

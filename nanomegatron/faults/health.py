@@ -27,6 +27,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.optimizer_state import optimizer_states
 from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.streak import Streak
 from nanomegatron.optim import FLOAT_MAX
@@ -182,7 +183,7 @@ class Health(Observer):
     def _bad_states(self) -> Iterator[str]:
         """Yield the names of non-finite weights and moments of this rank. Waits for gathers."""
         self.optimizer.buckets.wait_params()
-        for kind, slices in self.optimizer.states().items():
+        for kind, slices in optimizer_states(self.optimizer).items():
             for piece, flat in slices:
                 if not flat.isfinite().all():
                     yield f"{kind} of {piece.part.name}"

@@ -1,6 +1,6 @@
 """Generate text with a trained model: sample token by token, with a cache of keys and values.
 
-Each step runs the model on one new token (`pp.next_logits`), which attends to those in the cache. Prompts of
+Each step runs the model on one new token (`pp.last_logits`), which attends to those in the cache. Prompts of
 a batch step together, at the same position, and need neither padding nor mask (past the end of the shortest,
 longer prompts are read token by token; generate long ones separately):
 
@@ -26,15 +26,56 @@ from typing import Any
 import torch
 
 from nanomegatron import comm
-from nanomegatron.attention import KVCache
+from nanomegatron.batch import Batch
 from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
-from nanomegatron.pp import ModelChunks, next_logits
+from nanomegatron.ops.attention import core_attention
+from nanomegatron.pp import ModelChunks, last_logits
 from nanomegatron.report.log import RunLog
 
 SAMPLE_LINES = 3  # of text, at the end of a run
 PYTHON = re.compile(r"^[ \t]*((?:def|class) \w+[(:])", re.M)
+
+
+class KVCache:
+    """The `Cache` of generation: keys and values of all positions so far, `[2, max_length, b, g, d]` a layer.
+
+    A token's keys and values never change once they are computed. It returns views.
+    """
+
+    attend = staticmethod(core_attention)
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0  # positions held, including those of the current forward
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def extend(self, count: int) -> None:
+        """Begin a forward over `count` new positions. Raises ValueError if there is no room for them."""
+        self.length += count
+        if self.length > self.max_length:
+            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self.buffers:
+            self.buffers[layer] = k.new_empty((2, self.max_length, *k.shape[1:]))
+        keys, values = self.buffers[layer][:, : self.length]
+        keys[-len(k) :] = k
+        values[-len(k) :] = v
+        return keys, values
+
+
+def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
+    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`
+
+    Communicates as `pp.last_logits`.
+    """
+    tokens = torch.tensor(columns, device=model.device)
+    s = tokens.shape[1]
+    batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
+    cache.extend(s)
+    return last_logits(model, batch, cache)
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 
-from nanomegatron.attention import KVCache
 from nanomegatron.batch import Batch
 from nanomegatron.build import Paths, install, pick_variants
 from nanomegatron.config.model import TransformerConfig
@@ -13,8 +12,8 @@ from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import ModelChunks, next_logits
-from nanomegatron.report.generate import Sampling, generate, likeliest, stream
+from nanomegatron.pp import ModelChunks
+from nanomegatron.report.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from tests.test_decode import FAMILIES
 
 CUDA, VOCAB, LONGEST = torch.device("cuda", 0), 500, 96
