@@ -52,19 +52,11 @@ from nanomegatron.launch.observers import add_observers
 from nanomegatron.launch.rank import on_rank
 from nanomegatron.launch.settings import read_settings, with_processes
 from nanomegatron.launch.start import start_run
-from nanomegatron.faults.refused import REFUSED, absent_folders, undo_start
-from nanomegatron.faults.signals import NO_SIGNALS, PREEMPTED, Preempted, Signals, preempted
-from nanomegatron.faults.streak import Streak
-from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
-from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
-from nanomegatron.report.evaluate import evaluate
-from nanomegatron.plan.flops import parameter_count
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines, paths_text
 from nanomegatron.report.evaluate import evaluate, evaluate_only
-from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport

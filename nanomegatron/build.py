@@ -121,7 +121,6 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     everywhere = fast or on_gpu
     pieces = parallel.tp_comm_overlap
     halves = parallel.overlap_moe_expert_parallel_comm
-    exchanges = everywhere or halves or model.moe_shared_expert_overlap
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
     rows = [
@@ -130,7 +129,11 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         ("fp8", pieces, OverlappedFp8Matmuls(peers)),
         ("context", everywhere, Ring(peers)),
         ("producers", everywhere, True),
-        ("moe", model.num_experts and exchanges, OverlappedMoe(peers, halves)),
+        (
+            "moe",
+            model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap),
+            OverlappedMoe(peers, halves),
+        ),
         ("loss", model.cross_entropy_loss_fusion, fused_linear_cross_entropy),
         ("shard_comm", everywhere and overlaps, PeerShardComm(peers)),
         ("gathered", casts, gathered_casts),

@@ -109,8 +109,7 @@ class Recipe:
     keeps_history: ClassVar[bool] = False  # a step's scales are known before it: from the steps before
 
     def __post_init__(self) -> None:
-        algos = ("most_recent", "max")
-        if self.gradient not in FORMATS or self.algo not in algos or self.history < 1:
+        if self.gradient not in FORMATS or self.algo not in ("most_recent", "max") or self.history < 1:
             raise ValueError(f"{self}: algo is most_recent or max, history at least 1")
         if self.gather and not self.one_scale:
             raise ValueError(f"{self}: gather is for recipes with one scale a tensor")

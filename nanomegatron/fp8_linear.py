@@ -108,10 +108,10 @@ def fp8_linear(
 
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
-    if not isinstance(x, Fp8Input):
-        x = Fp8Input(x)
-    trains = torch.is_grad_enabled()
-    y = Fp8LinearFunction.apply(x.x, weight, axis, comm, fp8, x.copies, x.grad_copies, trains)
+    x = x if isinstance(x, Fp8Input) else Fp8Input(x)
+    y = Fp8LinearFunction.apply(
+        x.x, weight, axis, comm, fp8, x.copies, x.grad_copies, torch.is_grad_enabled()
+    )
     return add_bias(y, bias, accumulate)
 
 
@@ -190,8 +190,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             write_weight_grad(out, beta, g_columnwise, x)
 
         dw = accumulate(weight, write)
-        dx = reduced.wait().view((-1, *ctx.shape[1:-1], weight.shape[1]))
-        return dx, dw, None, None, None, None, None, None
+        return reduced.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:

@@ -173,8 +173,9 @@ class Embedding(nn.Module):
             )
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        positions = batch.embedded_positions
-        x = self.word_embeddings(batch.tokens, self.multiplier, self.position_embeddings, positions)
+        x = self.word_embeddings(
+            batch.tokens, self.multiplier, self.position_embeddings, batch.embedded_positions
+        )
         return bias_dropout_add(x, None, None, hidden_dropout(self.p, batch, 0), self.fused)
 
 

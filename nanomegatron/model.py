@@ -158,8 +158,9 @@ class GPTModel(nn.Module):
         words = stage.word_embeddings
         if words is None and (stage.pre_process or (stage.post_process and tied)):
             name = "embedding.word_embeddings.weight"
-            spec = vocab_spec(name, sizes, config.hidden_size, tp, tied, stage.mesh.embed)
-            words = new_parameter(spec, decoder)
+            words = new_parameter(
+                vocab_spec(name, sizes, config.hidden_size, tp, tied, stage.mesh.embed), decoder
+            )
         self.embedding = None
         if stage.pre_process:
             self.embedding = Embedding(
@@ -228,6 +229,5 @@ class GPTModel(nn.Module):
             x = recomputed(run, x, when=again, spread=spread)
         if self.output_layer is None:
             return x
-        if cache is not None:
-            x = x[-1:]
+        x = x if cache is None else x[-1:]
         return self.output_layer(self.final_layernorm(x), labels, batch.loss_weights)

@@ -98,8 +98,12 @@ class MoELayer(nn.Module):
         self.shared_experts = shared
         self.gate_weight = None
         if shared is not None and config.moe_shared_expert_gate:
-            gate = init.at("shared_experts.gate_weight")
-            self.gate_weight = replicated(gate, (1, config.hidden_size), mesh.tp, config.sequence_parallel)
+            self.gate_weight = replicated(
+                init.at("shared_experts.gate_weight"),
+                (1, config.hidden_size),
+                mesh.tp,
+                partial=config.sequence_parallel,
+            )
         self.dispatcher = AllGatherDispatch(self.experts)
         if config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1:
             self.dispatcher = AllToAllDispatch(self.experts)

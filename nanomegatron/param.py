@@ -64,11 +64,6 @@ class Part:
         """Whether this rank is the first of those that hold the slice."""
         return self.axis.rank % self.replicas == 0 and (self.partial is None or self.partial.rank == 0)
 
-    @property
-    def offset(self) -> tuple[int, ...]:
-        """Where the slice begins in the global tensor."""
-        return tuple(self.start if d == self.dim else 0 for d in range(len(self.shape)))
-
     def view(self, local: torch.Tensor) -> torch.Tensor:
         """The slice inside the tensor local `[...]`, without padding -> `[...]`, a view"""
         return local.narrow(self.dim, self.local_start, self.stop - self.start)

@@ -341,8 +341,9 @@ def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
     has the whole batch, and returns the same logits. `report/generate.py` samples from them.
     """
     b, s = batch.tokens.shape
-    columns = model[0].padded_vocab_size // model.tp.size
-    logits = torch.empty(b, columns, dtype=model.dtype, device=model.device)
+    logits = torch.empty(
+        b, model[0].padded_vocab_size // model.tp.size, dtype=model.dtype, device=model.device
+    )
 
     def step(chunk: GPTModel, _: int) -> torch.Tensor:
         x = chunk(batch, cache=cache)

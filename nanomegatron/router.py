@@ -84,8 +84,7 @@ def choose_experts(
 
 def expert_capacity(tokens: int, config: TransformerConfig) -> int:
     """Return how many of a rank's `tokens` tokens an expert takes at most, with a capacity factor."""
-    share = tokens * config.moe_router_topk / config.num_experts
-    return math.ceil(share * config.moe_expert_capacity_factor)
+    return math.ceil(tokens * config.moe_router_topk / config.num_experts * config.moe_expert_capacity_factor)
 
 
 def count_copies(
@@ -223,11 +222,12 @@ class Router(nn.Module):
         self.config = config
         self.layer = layer
         self.mesh = mesh
-        partial = config.sequence_parallel
-        self.weight = replicated(init.at("weight"), (experts, config.hidden_size), mesh.tp, partial)
+        self.weight = replicated(
+            init.at("weight"), (experts, config.hidden_size), mesh.tp, partial=config.sequence_parallel
+        )
         self.bias = None
         if not config.disable_bias_linear:  # drawn like the weight, as Megatron does
-            self.bias = replicated(init.at("bias"), (experts,), mesh.tp, partial)
+            self.bias = replicated(init.at("bias"), (experts,), mesh.tp, config.sequence_parallel)
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)

@@ -287,8 +287,7 @@ class EmbeddingFunction(torch.autograd.Function):
             add_word_grad_(out, ids, grad if scale == 1 else grad * scale, first, beta)
 
         def write_positions(out: torch.Tensor, beta: int) -> None:
-            own_ids = own_slice(position_ids.t(), stream).t()
-            add_position_grad_(out, own_ids, own_slice(grad, stream), beta)
+            add_position_grad_(out, own_slice(position_ids.t(), stream).t(), own_slice(grad, stream), beta)
 
         words = accumulate(ctx.table, write_words)
         others = accumulate(ctx.positions, write_positions)

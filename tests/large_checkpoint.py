@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanomegatron.build import build
-from nanomegatron.checkpoint.checkpoint import training_pieces
+from nanomegatron.checkpoint.checkpoint import offset_of, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import MANIFEST, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
@@ -82,7 +82,7 @@ def saved_by(mesh: Mesh, buckets: ParamAndGradBuckets, boxes: dict) -> Tensors:
     """What a rank's index lists, from the slices of its buckets. boxes: {} at first, those of all parts."""
     if mesh.edp.rank == 0:
         parts = [(param, part) for param in buckets.params for part in param.spec.parts]
-        boxes |= {part.name: Rectangle(part.offset, tuple(part.view(p).shape)) for p, part in parts}
+        boxes |= {part.name: Rectangle(offset_of(part), tuple(part.view(p).shape)) for p, part in parts}
     tensors: Tensors = {}
     for param in [param for param in buckets.params if not reduction_axis(param, mesh).rank]:
         for part in [part for part in param.spec.parts if part.owner]:

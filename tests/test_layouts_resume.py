@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from nanomegatron.generate import Sampling, generate
 
 import train
-from nanomegatron.generate import Sampling, generate
 from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.mesh import World
 from nanomegatron.report.generate import Sampling, generate

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
@@ -327,7 +328,7 @@ def layer(mesh, way, kind, capacity):
     y.backward(grad)
     buckets.finish_grad_sync()
     grads = {
-        part.name: (part.offset, part.view(p.main_grad))
+        part.name: (offset_of(part), part.view(p.main_grad))
         for p in experts.parameters()
         for part in p.spec.parts
     }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanomegatron.build import buckets_class, pick_variants
+from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import moe_dispatch
@@ -104,7 +105,7 @@ def trained(mesh, config, form=OVERLAPPED, s=6, again=False, late=False, paralle
     buckets.finish_grad_sync()
     grads = {}
     for bucket, piece in buckets.slices():
-        name = f"{piece.part.name} {piece.part.offset} {piece.at}"
+        name = f"{piece.part.name} {offset_of(piece.part)} {piece.at}"
         grads[name] = piece.of(bucket.grad_shard).clone()
     return found, grads, [layer.router.counts.clone(), layer.router.dropped.clone()]
 

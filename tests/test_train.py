@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import train
+from nanomegatron.checkpoint.checkpoint import offset_of
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
@@ -100,7 +102,7 @@ def first_gradients(world: World, argv: list[str], folder: str) -> dict:
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
     parts = [(part, p) for p in run.buckets.params for part in p.spec.parts]
-    return {part.name: (part.offset, part.shape, part.view(p.main_grad).clone()) for part, p in parts}
+    return {part.name: (offset_of(part), part.shape, part.view(p.main_grad).clone()) for part, p in parts}
 
 
 LAYOUTS = {

@@ -20,6 +20,7 @@ import torch
 
 import train
 from nanomegatron import fast
+from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.comm import all_gather
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
@@ -169,13 +170,13 @@ def check_entered(layout: str, model: str, kind: str, ranks: list[dict]) -> None
 def piece_of(piece, data: torch.Tensor) -> tuple:
     """(name, offset and shape of the rank's slice of the tensor, place in the flattened slice, values)."""
     shape = piece.part.view(piece.param.detach()).shape
-    return piece.part.name, piece.part.offset, tuple(shape), piece.at, data.float().clone()
+    return piece.part.name, offset_of(piece.part), tuple(shape), piece.at, data.float().clone()
 
 
 def weights_of(run) -> list[tuple]:
     """Every part that this rank holds, as `piece_of` has it."""
     pairs = [(part, part.view(p.detach())) for p in run.optimizer.params for part in p.spec.parts]
-    return [(part.name, part.offset, tuple(x.shape), 0, x.float().clone().flatten()) for part, x in pairs]
+    return [(part.name, offset_of(part), tuple(x.shape), 0, x.float().clone().flatten()) for part, x in pairs]
 
 
 def alike(run) -> bool:

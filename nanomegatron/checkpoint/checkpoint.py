@@ -43,6 +43,7 @@ from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.param import Part
 
 EXPERTS, OF_OPTIMIZER = ".mlp.experts.", ("main/", "exp_avg/", "exp_avg_sq/")
 NO_STATES = "saved without optimizer states (--no-save-optim)"
@@ -62,6 +63,11 @@ class Loaded:
     notes: list[str]
 
 
+def offset_of(part: Part) -> tuple[int, ...]:
+    """Where a part's slice begins in the global tensor."""
+    return tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
+
+
 def training_pieces(
     params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], mesh: Mesh
 ) -> list[Piece]:
@@ -75,14 +81,14 @@ def training_pieces(
         first = not reduction_axis(param, mesh).rank
         for part in param.spec.parts:
             data, owner = part.view(param.detach()), part.owner and first
-            pieces.append(Piece(f"model/{part.name}", part.shape, part.offset, data, owner))
+            pieces.append(Piece(f"model/{part.name}", part.shape, offset_of(part), data, owner))
     for kind, ranges in states.items():
         for piece, flat in ranges:
             name, part = f"{kind}/{piece.part.name}", piece.part
             end = piece.at + len(flat)
-            box = Rectangle(part.offset, tuple(part.view(piece.param).shape))
+            box = Rectangle(offset_of(part), tuple(part.view(piece.param).shape))
             for corner, shape in rectangles(box.shape, piece.at, end):
-                offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
+                offset = tuple(a + b for a, b in zip(offset_of(part), corner, strict=True))
                 data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
                 pieces.append(Piece(name, part.shape, offset, data, piece.saver, range=(box, piece.at, end)))
     return pieces

@@ -6,8 +6,8 @@ from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.config.cli import to_toml
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.signals import Stops, preempted
-from nanomegatron.report.generate import show_sample
 from nanomegatron.report.evaluate import evaluate
+from nanomegatron.report.generate import show_sample
 from nanomegatron.report.plots import draw_pictures
 from nanomegatron.step import Training
 
