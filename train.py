@@ -56,7 +56,7 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines, paths_text
-from nanomegatron.report.evaluate import evaluate, evaluate_only
+from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport

@@ -14,7 +14,7 @@ from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.optimizer_state import optimizer_states
-from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model, save_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model
 from nanomegatron.checkpoint.source import find_source
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values

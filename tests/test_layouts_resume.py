@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from nanomegatron.generate import Sampling, generate
 
 import train
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.mesh import World
 from nanomegatron.report.generate import Sampling, generate
 from tests.layouts import flags_of

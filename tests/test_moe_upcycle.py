@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import train
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.checkpoint.upcycle import dense_source, sum_of_weights
 from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import read_folder

@@ -12,7 +12,7 @@ import torch
 
 import train
 from nanomegatron.checkpoint.optimizer_state import optimizer_states
-from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, load_checkpoint, save_checkpoint
+from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, load_checkpoint
 from nanomegatron.mesh import World
 from tests.layouts import flags_of
 from tests.spmd import run_spmd

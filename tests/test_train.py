@@ -19,7 +19,6 @@ import torch
 
 import train
 from nanomegatron.checkpoint.checkpoint import offset_of
-from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
