@@ -142,8 +142,8 @@ class ModelChunks(nn.ModuleList):
 
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of every message; seq_length: the number of tokens of a row on this cp rank."""
-        cut = self.tp.size if self.config.sequence_parallel and self.training else 1
-        return seq_length // cut, micro_batch_size, self.config.hidden_size
+        slices = self.tp.size if self.config.sequence_parallel and self.training else 1
+        return seq_length // slices, micro_batch_size, self.config.hidden_size
 
 
 class InjectOutputGrad(torch.autograd.Function):
