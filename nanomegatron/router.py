@@ -302,7 +302,9 @@ def kept_tokens(routers: list[Router]) -> torch.Tensor:
     All-reduces them over dp_cp, and over tp if its ranks have different tokens.
     """
     own = torch.stack([router.counts - router.dropped for router in routers])
-    return all_reduce_(all_reduce_(own, routers[0].tokens_axis), routers[0].mesh.dp_cp)
+    if routers[0].config.sequence_parallel:  # without it tp ranks have the same tokens
+        own = all_reduce_(own, routers[0].mesh.tp)
+    return all_reduce_(own, routers[0].mesh.dp_cp)
 
 
 def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:

@@ -200,7 +200,7 @@ class Training:
         return self.model.shape(data.seq_length // self.mesh.cp.size, data.micro_batch_size)
 
     def over_world(self, loss: torch.Tensor, numbers: Numbers) -> Numbers:
-        """Sum the loss, counted once per dp_cp rank, and numbers `[]` over all ranks, in one all-reduce."""
+        """Sum loss `[]`, counted once per dp_cp rank, and numbers `[]` over all ranks, in one all-reduce."""
         local = loss if self.model.is_loss_rank else torch.zeros_like(loss)
         on_device = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
         on_host = {name: float(x) for name, x in numbers.items() if name not in on_device}
@@ -211,7 +211,7 @@ class Training:
         return dict(zip(("lm_loss", *on_device, *on_host), total, strict=True))
 
     def update(self, loss: torch.Tensor, shared: Numbers) -> Numbers:
-        """Move the parameters, and what follows from a step -> all numbers of the step, on the device."""
+        """Move the parameters, and what follows from a step. loss `[]` -> its numbers, on the device."""
         numbers = self.observers.before_update()
         numbers |= self.over_world(loss, shared)
         self.model.end_step()

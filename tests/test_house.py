@@ -18,19 +18,19 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2537          102            135      31      28      29
+checkpoint          2556          102            136      31      28      29
 commands            1075           40             77      26      11      21
 config              2389          112            137      10      45      49
-core                2901            7             94      19       8      24
+core                2903            7             94      19       8      24
 data                1735           70             85      21      15       9
 debug                644           27             43       4       4      12
-fast                1738           89             65      33       9       9
+fast                1744           89             72      33       9      12
 faults              1099           37             42       3       5      16
 launch               178            0             10       0       2       5
 ops                 1649           87            148      75       2      24
 plan                1217           94            106      13       7      27
 programs             602           10             31       0      11       6
-report              1650           63             72       6      11      18
+report              1780           64             76       6      12      20
 variants             214            2              3       0       0       2
 """
 

@@ -15,17 +15,17 @@ from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Rowwise, Scales
-from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.mesh import Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.fp8_cast import fp8_cast_rows, fp8_decode
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
-from nanomegatron.report.counters import Fp8Stats
 from tests.checkpoints import ALONE
 from tests.layouts import FIVE_STEPS, flags_of
 from tests.layouts import fp8 as flags_of_recipe
 from tests.spmd import run_spmd
+from tests.test_fp8_stats import stats_of
 from tests.test_moe_experts import BASE, INIT, KINDS, offsets_of, one, parameters
 from tests.training import arguments, check_entered, train_on_a_rank
 
@@ -240,12 +240,12 @@ def test_statistics_know_the_format_of_gradients():
     """The scale that is reported is the smallest of those that rows were cast with."""
     experts, buckets, scales = built(recipe=Rowwise(gradient=E5M2))
     linear = scales.add_layer("decoder.layers.1.self_attention.linear_qkv.weight")
-    stats, g = Fp8Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
+    stats, g = stats_of(scales, Mesh()), batch(ROWS[0], seed=2)
     stats.begin()
     buckets.zero_grad_buffer(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
     linear.cast(g, "g", "rowwise")
-    named = stats.by_name(stats.end().tolist())
+    named = stats.by_name(stats.end_counting().tolist())
     for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
         _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]
         assert named[f"{layer}/g/scale"] == 1 / inverse.max() and named[f"{layer}/g/amax"] == g.abs().max()

@@ -18,6 +18,7 @@ from nanomegatron.checkpoint.formats import open_checkpoint, reader
 from nanomegatron.checkpoint.hf import Folder, model_parts
 from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.checkpoint.megatron import open_megatron
+from nanomegatron.checkpoint.optimizer_state import scaler_numbers
 from nanomegatron.checkpoint.streams import Stream
 from nanomegatron.config.cli import build_config, from_toml, parse
 from nanomegatron.config.hf import is_hf_folder
@@ -200,7 +201,7 @@ def resumable(
     kinds = ("exp_avg/", "exp_avg_sq/", *(["main/"] if mixed else []))
     states = {key: x for key, x in found.items() if key.startswith(kinds)}
     states = main_from_weights(tensors, states) | states if mixed else states
-    scaler = LossScaler(config.precision, torch.device("cpu")).state()
+    scaler = scaler_numbers(LossScaler(config.precision, torch.device("cpu")))
     state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
     return states, state | {"optimizer": {"good_steps": iteration, "loss_scaler": scaler}}
 

@@ -9,6 +9,7 @@ In fp32 the parameters are the main parameters, and are saved as such.
 import torch
 
 from nanomegatron.dp import Slice
+from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.optim import Optimizer
 
 
@@ -27,9 +28,12 @@ def optimizer_states(optimizer: Optimizer) -> dict[str, list[tuple[Slice, torch.
 
 def optimizer_scalars(optimizer: Optimizer) -> dict:
     """Return the numbers. The host waits for the device."""
-    scaler = optimizer.scaler
-    numbers = torch.stack((scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left)).tolist()
-    return {"good_steps": int(optimizer.good_steps), "loss_scaler": numbers}
+    return {"good_steps": int(optimizer.good_steps), "loss_scaler": scaler_numbers(optimizer.scaler)}
+
+
+def scaler_numbers(scaler: LossScaler) -> list[float]:
+    """Return the numbers of a loss scale. The host waits for the device."""
+    return torch.stack((scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left)).tolist()
 
 
 def load_optimizer_scalars(optimizer: Optimizer, saved: dict) -> None:

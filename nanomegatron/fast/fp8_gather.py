@@ -170,7 +170,7 @@ class CastUpdates(ShardUpdates):
         grad_scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Update, cast and gather all shards, as in the base class. If scales need it, all-reduces amaxes."""
+        """Update, cast, gather all shards; step, rates, grad_scale, skip `[...]`. May all-reduce amaxes."""
         waiting = []
         for shard in shards:
             shard.update(step, rates, grad_scale, skip)
