@@ -86,9 +86,10 @@ class SequenceShard:
     plans: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)  # see `memoized`
 
     def __post_init__(self) -> None:
-        s = self.bounds.max()
-        if s % (2 * self.axis.size):
-            raise ValueError(f"{s} tokens do not divide into 2 x {self.axis.size} context-parallel chunks")
+        if self.bounds.max() % (2 * self.axis.size):
+            raise ValueError(
+                f"{self.bounds.max()} tokens do not divide into 2 x {self.axis.size} context-parallel chunks"
+            )
         self.positions = self.token_indices(self.axis.rank)
 
     @staticmethod
@@ -258,8 +259,9 @@ def merge_(
     part `[rows, b, n, d]` and part_lse `[b, n, rows]`: output and log-sum-exp for the further keys.
     """
     total = torch.logaddexp(lse[..., rows], part_lse)
-    weights = ((x - total).exp().permute(2, 0, 1)[..., None] for x in (lse[..., rows], part_lse))
-    out[rows] = next(weights) * out[rows] + next(weights) * part
+    kept = (lse[..., rows] - total).exp().permute(2, 0, 1)[..., None]
+    added = (part_lse - total).exp().permute(2, 0, 1)[..., None]
+    out[rows] = kept * out[rows] + added * part
     lse[..., rows] = total
 
 
@@ -277,8 +279,16 @@ def block_gradients(
     kv `[2, s, b, g, d]`; dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
     """
     k, v = (x[block.keys] for x in kv)
-    at = block.queries
-    return attend_backward(dout[at], q[at], k, v, out[at], lse[..., at], block.kind, backend)
+    return attend_backward(
+        dout[block.queries],
+        q[block.queries],
+        k,
+        v,
+        out[block.queries],
+        lse[..., block.queries],
+        block.kind,
+        backend,
+    )
 
 
 class GatherFunction(torch.autograd.Function):
