@@ -28,9 +28,10 @@ Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have the
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
 
 Only the GPU knows how many rows arrive, and the host needs the number for messages and memory: it
-synchronizes (with alltoall several times a layer), unless etp x ep is 1. Combine multiplies by probs: a rank
-adds its copies of a token in fp32, in their order, and rounds the partial sum to the type of x; then the
-ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication with other work.
+synchronizes (with alltoall several times a layer), unless etp x ep is 1 and the experts are one grouped
+matmul. Combine multiplies by probs: a rank adds its copies of a token in fp32, in their order, and rounds the
+partial sum to the type of x; then the ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the
+communication with other work.
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token sent once to a rank: DeepSeek-V3
 2412.19437; separate grid for experts: MoE Parallel Folding 2504.14960)
 """

@@ -46,6 +46,21 @@ Numbers = dict[str, Any]  # 0-d tensors or floats by name
 Kind = TypeVar("Kind")
 
 
+def train_step(run: "Training") -> Numbers:
+    """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
+
+    Communicates the token count and the gradients over dp_cp; loss and observers' numbers in one all-reduce,
+    and the gradient norm, over world; parameters if they are sharded; besides, what the model and the
+    pipeline communicate. The host does not wait.
+    """
+    batches = run.next_batches()
+    run.buckets.zero_grad_buffer(len(batches))
+    loss = run.forward_backward(batches)
+    numbers = run.observers.before_sync()
+    run.buckets.finish_grad_sync()
+    return run.update(loss, numbers)
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of an iteration, [first, end), and the number of samples of each length in tokens."""
@@ -210,27 +225,12 @@ class Training:
         total = comm.all_reduce_(torch.cat(parts), self.mesh.world)
         return dict(zip(("lm_loss", *on_device, *on_host), total, strict=True))
 
-    def update(self, loss: torch.Tensor, shared: Numbers) -> Numbers:
-        """Move the parameters, and what follows from a step. loss `[]` -> its numbers, on the device."""
+    def update(self, loss: torch.Tensor, to_sum: Numbers) -> Numbers:
+        """Move scales, expert biases, parameters. loss, to_sum `[]`: this rank's -> numbers of the step."""
         numbers = self.observers.before_update()
-        numbers |= self.over_world(loss, shared)
+        numbers |= self.over_world(loss, to_sum)
         self.model.end_step()
         return numbers | vars(self.optimizer.step(numbers["lm_loss"]))
-
-
-def train_step(run: Training) -> Numbers:
-    """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
-
-    Communicates the token count and the gradients over dp_cp; loss and observers' numbers in one all-reduce,
-    and the gradient norm, over world; parameters if they are sharded; besides, what the model and the
-    pipeline communicate. The host does not wait.
-    """
-    batches = run.next_batches()
-    run.buckets.zero_grad_buffer(len(batches))
-    loss = run.forward_backward(batches)
-    shared = run.observers.before_sync()
-    run.buckets.finish_grad_sync()
-    return run.update(loss, shared)
 
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
