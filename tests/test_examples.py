@@ -11,9 +11,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanomegatron.comm import all_gather
 from nanomegatron.mesh import World
+from nanomegatron.report.steps import Reporter
 from tests.spmd import run_spmd
+from tests.training import arguments, set_up, sources  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = "examples/custom_loop.py"
@@ -78,3 +82,35 @@ def test_quick_start(tmp_path):
 
 def test_custom_loop_is_short():
     assert len((ROOT / "examples" / "custom_loop.py").read_text().splitlines()) <= 60
+
+
+def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[torch.Tensor], float]:
+    """All ranks' own gradients of each of two steps, and the noise scale that the example makes of them."""
+    noise_scale = runpy.run_path(str(ROOT / "examples" / "noise_scale.py"))["NoiseScale"]
+    run = set_up(world, argv, folder)
+    own: list[torch.Tensor] = []
+    run.buckets.before_reduce["test"] = lambda bucket: own.append(bucket.grads.double().clone())
+    run.observers.insert(0, noise_scale(run))
+    reporter = run.observers.find(Reporter)
+    gradients = []
+    for _ in range(2):
+        step = reporter.launch()
+        run.progress.iteration += 1
+        reporter.take(step)
+        gradients.append(all_gather(torch.cat(own)[None], run.mesh.world))
+        own.clear()
+    reporter.take(None)
+    return gradients, step.numbers["noise_scale"]
+
+
+def test_noise_scale_is_that_of_the_ranks_gradients(sources, tmp_path):  # noqa: F811
+    """Of 4 samples on 2 ranks: from gradients of 2 and of 4 samples, the averages of two steps."""
+    argv = arguments(sources, "gpt", "--global-batch-size 4 --train-iters 3")
+    for gradients, noise in run_spmd(noise_on_a_rank, 2, argv, str(tmp_path)):
+        signal = variance = 0.0
+        for each in gradients:
+            of_two = (2 * each).square().sum(1).mean()
+            of_four = each.sum(0).square().sum()
+            signal = 0.9 * signal + 0.1 * (4 * of_four - 2 * of_two) / 2
+            variance = 0.9 * variance + 0.1 * (of_two - of_four) / (1 / 2 - 1 / 4)
+        assert noise == pytest.approx((variance / signal).item(), rel=1e-4)
