@@ -8,8 +8,7 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.mesh import Axis, AxisObserver
-from nanomegatron.report.steps import ledger
-from nanomegatron.report.traffic import Traffic
+from nanomegatron.report.traffic import Traffic, ledger
 from tests.spmd import run_spmd, spmd
 
 # The state of input and output over the axis; I is the same on every rank and counts once.

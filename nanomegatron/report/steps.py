@@ -24,7 +24,7 @@ from nanomegatron.report.banner import local_ranks
 from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
-from nanomegatron.report.traffic import Traffic
+from nanomegatron.report.traffic import Traffic, ledger
 from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
 
 FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, that are not logged
@@ -249,19 +249,3 @@ def peak_memory(device: torch.device) -> int:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return 0
-
-
-def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
-    """Return the counts of `comm.count_traffic` as lines of a table, one per kind of communication."""
-    kinds = sorted({key[:2] for key in traffic})
-    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
-    return [
-        f"{axis:>6} {kind:<14} {calls:6d} calls {size_text(size)} a step" for axis, kind, calls, size in rows
-    ]
-
-
-def size_text(size: int) -> str:
-    """Format a number of bytes, as wide as all others."""
-    if size < 2**10:
-        return f"{size:16,d} B"
-    return f"{size / 2**10:14,.1f} KiB"

@@ -2,7 +2,7 @@
 
     comm.py      observer.start(axis, kind, tensors)    calls and bytes of the step; the last communication
                  with what it has returned              what this rank waits for; a clock of the wait
-    train.py     start_step, end_step                   begin and end of what the log counts
+    steps.py     start_step, end_step                   begin and end of what the log counts
 
 Bytes are those of the whole tensor on one rank: the input of an all-reduce, reduce-scatter or all-to-all, the
 output of an all-gather. A message counts where it is sent. It costs no operation of torch and no wait.
@@ -82,3 +82,19 @@ class Traffic(AxisObserver):
         """All of the step is launched -> its counts and waits"""
         self.launching = False
         return dict(self.counts), self.waits
+
+
+def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
+    """Return a step's counts (`Traffic.end_step`) as lines of a table, one per kind of communication."""
+    kinds = sorted({key[:2] for key in traffic})
+    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
+    return [
+        f"{axis:>6} {kind:<14} {calls:6d} calls {size_text(size)} a step" for axis, kind, calls, size in rows
+    ]
+
+
+def size_text(size: int) -> str:
+    """Format a number of bytes, as wide as all others."""
+    if size < 2**10:
+        return f"{size:16,d} B"
+    return f"{size / 2**10:14,.1f} KiB"
