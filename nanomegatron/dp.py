@@ -58,6 +58,36 @@ class Slice:
         return shard[self.start : self.stop]
 
 
+def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
+    """Return where each parameter begins in a flat tensor, and its length, a multiple of `multiple`."""
+    begins, end = [], 0
+    for param in params:
+        begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
+        end = begins[-1] + param.numel()
+    return begins, math.ceil(end / multiple) * multiple
+
+
+def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
+    """Return the ranks over which a parameter's gradient is summed: edp for experts, else dp x cp."""
+    return mesh.edp if param.spec.expert else mesh.dp_cp
+
+
+def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+    """Split the parameters into lists of at least `size` elements; the last may have fewer.
+
+    A tied embedding, whose gradient is complete only at the end, gets its own list and delays no other. If
+    two pipeline stages hold it, both thus shard it equally, so that they can sum the gradients of the shards.
+    """
+    lists, full = [], True
+    for param in params:
+        single = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
+        if full or single:
+            lists.append([])
+        lists[-1].append(param)
+        full = single or sum(p.numel() for p in lists[-1]) >= size
+    return lists
+
+
 class ShardComm:
     """Reduce-scatters and all-gathers flat tensors over an axis; the default of shard_comm.
 
@@ -138,43 +168,31 @@ class Bucket:
         self.shards = comm.axis
         self.comm = comm
         self.buckets = buckets
-        self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
         self.device = params[0].device
         self.dtype = params[0].dtype
+        self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
-        self.gathered = gathered(self)
-        for param, view in zip(params, self.views(self.data), strict=True):
-            view.copy_(param.detach())
-            param.data, param.bucket = view, self
-            param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
         self.share = axis.size / buckets.grad_scale if buckets.op == "avg" else 1.0  # for experts not 1
         self.gather: Pending | None = None
+        self.gathered = gathered(self)
+        self._move_params()
         self.init_grads()
         self.start_step(1)
+
+    def _move_params(self) -> None:
+        """Make each parameter a view of `data`; have autograd report its gradients."""
+        for param, view in zip(self.params, self.views(self.data), strict=True):
+            view.copy_(param.detach())
+            param.data = view
+            param.bucket = self
+            param.register_post_accumulate_grad_hook(_move_grad)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of each parameter's elements in flat `[size]` -> `[...]`, in its shape."""
         return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
-
-    def _slices(self) -> Iterator[Slice]:
-        saver = self.shards.size > 1 or self.axis.rank == 0
-        for first, param in zip(self.begins, self.params, strict=True):
-            for part in param.spec.parts:
-                begin, end = (first + n for n in part.span(param.spec.local_shape))
-                start = max(begin, self.shard.start)
-                stop = min(end, self.shard.stop)
-                if start < stop:
-                    yield Slice(
-                        param,
-                        part,
-                        at=start - begin,
-                        start=start - self.shard.start,
-                        stop=stop - self.shard.start,
-                        saver=part.owner and saver,
-                    )
 
     def init_grads(self) -> None:
         """Allocate the gradients, and `grad_shard` in them."""
@@ -234,42 +252,29 @@ class Bucket:
             self.gather.wait()
             self.gather = None
 
+    def _slices(self) -> Iterator[Slice]:
+        saver = self.shards.size > 1 or self.axis.rank == 0
+        for first, param in zip(self.begins, self.params, strict=True):
+            for part in param.spec.parts:
+                begin, end = (first + n for n in part.span(param.spec.local_shape))
+                start = max(begin, self.shard.start)
+                stop = min(end, self.shard.stop)
+                if start < stop:
+                    yield Slice(
+                        param,
+                        part,
+                        at=start - begin,
+                        start=start - self.shard.start,
+                        stop=stop - self.shard.start,
+                        saver=part.owner and saver,
+                    )
+
 
 def _move_grad(param: nn.Parameter) -> None:
     """Accumulate what autograd has left in `.grad`; nothing if the one who made the gradient has done so."""
     grad, param.grad = param.grad, None
     if grad is not None:
         accumulate(param, lambda out, beta: add_grad(out, grad, beta))
-
-
-def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
-    """Return where each parameter begins in a flat tensor, and its length, a multiple of `multiple`."""
-    begins, end = [], 0
-    for param in params:
-        begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
-        end = begins[-1] + param.numel()
-    return begins, math.ceil(end / multiple) * multiple
-
-
-def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
-    """Return the ranks over which a parameter's gradient is summed: edp for experts, else dp x cp."""
-    return mesh.edp if param.spec.expert else mesh.dp_cp
-
-
-def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
-    """Split the parameters into lists of at least `size` elements; the last may have fewer.
-
-    A tied embedding, whose gradient is complete only at the end, gets its own list and delays no other. If
-    two pipeline stages hold it, both thus shard it equally, so that they can sum the gradients of the shards.
-    """
-    lists, full = [], True
-    for param in params:
-        single = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
-        if full or single:
-            lists.append([])
-        lists[-1].append(param)
-        full = single or sum(p.numel() for p in lists[-1]) >= size
-    return lists
 
 
 class ParamAndGradBuckets:
@@ -308,6 +313,16 @@ class ParamAndGradBuckets:
         self.before_reduce: dict[str, Callable[[Bucket], None]] = {}  # to see gradients before the sum
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
+        self._build_buckets(parallel, mesh, shard_comm, gathered)
+        self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
+        self.partial = self._partial_grads()
+        if self.overlap_gather:
+            self._wait_before_reading(model)
+
+    def _build_buckets(
+        self, parallel: ParallelConfig, mesh: Mesh, shard_comm: Callable, gathered: Callable | None
+    ) -> None:
+        """Move the parameters into buckets: those that are summed over the same ranks, of one type."""
         groups: dict[tuple, list[nn.Parameter]] = {}
         for param in reversed(self.params):
             axis = reduction_axis(param, mesh)
@@ -316,27 +331,30 @@ class ParamAndGradBuckets:
             groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
         for (axis, shards, dtype, kind), params in groups.items():
             members = split_into_buckets(params, parallel.bucket_size(axis.size))
-            each = (kind.itemsize or dtype.itemsize) + grad_dtype.itemsize * self.bucket_class.keeps_grads
-            size = each * sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
-            self.comms.append(comm := shard_comm(shards, params[0].device, size))
+            gathered_bytes = kind.itemsize or dtype.itemsize
+            grad_bytes = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
+            elements = sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
+            size = elements * (gathered_bytes + grad_bytes)
+            comm = shard_comm(shards, params[0].device, size)
+            self.comms.append(comm)
             self.all += [self.bucket_class(m, axis, comm, kind, self) for m in members]
         place = {param: i for i, param in enumerate(reversed(self.params))}
         self.all.sort(key=lambda bucket: place[bucket.params[-1]])
-        self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
-        self.partial: dict[Axis, list[torch.Tensor]] = {}
+
+    def _partial_grads(self) -> dict[Axis, list[torch.Tensor]]:
+        """This rank's gradients that still lack other ranks' tokens or heads, by the axis to sum over."""
+        partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():
             if piece.part.partial is not None:
-                self.partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
-        for module in model.modules() if self.overlap_gather else ():
+                partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
+        return partial
+
+    def _wait_before_reading(self, model: nn.Module) -> None:
+        """Let the forward of each module wait for the gather of its own parameters."""
+        for module in model.modules():
             own = [param for param in module.parameters(recurse=False) if param.requires_grad]
             for bucket in dict.fromkeys(param.bucket for param in own):
                 module.register_forward_pre_hook(bucket.wait_params)
-
-    def slices(self) -> Iterator[tuple[Bucket, Slice]]:
-        """Yield (bucket, slice) for all that this rank's shards hold, in the order of the forward."""
-        for bucket in reversed(self.all):
-            for piece in reversed(bucket.slices):
-                yield bucket, piece
 
     def zero_grad_buffer(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
@@ -389,3 +407,9 @@ class ParamAndGradBuckets:
         for bucket in self.all:
             bucket.wait_params()
             bucket.gathered.rebuild_params()
+
+    def slices(self) -> Iterator[tuple[Bucket, Slice]]:
+        """Yield (bucket, slice) for all that this rank's shards hold, in the order of the forward."""
+        for bucket in reversed(self.all):
+            for piece in reversed(bucket.slices):
+                yield bucket, piece
