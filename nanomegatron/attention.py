@@ -102,7 +102,9 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
-        return self.linear_proj(self.attend(self.linear_qkv(x), batch, rotary, cache))
+        packed = self.linear_qkv(x)
+        context = self.attend(packed, batch, rotary, cache)
+        return self.linear_proj(context)
 
     def attend(
         self, packed: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
@@ -120,19 +122,18 @@ class SelfAttention(nn.Module):
             q = q * (scale * math.sqrt(self.head_dim))
         if cache is not None:
             k, v = cache(self.layer, k, v)
-        run = partial(self._attend_heads, batch=batch, cache=cache)
-        return recomputed(run, q, k, v, when=self.config.recomputes("core_attn"))
-
-    def _attend_heads(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Cache | None
-    ) -> torch.Tensor:
-        fused = self.config.masked_softmax_fusion
+        attend_rows = core_attention if cache is None else cache.attend
         mask = replace(self.mask, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
-        if batch.shard is not None:
-            return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
-        p, drop = self._dropout(q, batch)
-        run = core_attention if cache is None else cache.attend
-        return run(q, k, v, self.backend, mask, p, drop, fused)[0]
+        fused = self.config.masked_softmax_fusion
+
+        def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if batch.shard is not None:
+                return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
+            p, drop = self._dropout(q, batch)
+            context, _ = attend_rows(q, k, v, self.backend, mask, p, drop, fused)
+            return context
+
+        return recomputed(attend_heads, q, k, v, when=self.config.recomputes("core_attn"))
 
     def _queries_keys_values(
         self, packed: torch.Tensor, rotary: tuple | None

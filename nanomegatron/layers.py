@@ -4,8 +4,12 @@ Tests: tests/test_model.py. Page: docs/architecture.md.
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-If a layer has another form, one attribute holds the function that runs: `MLP.run`, `OutputLayer.linear`,
-`OutputLayer.compute_logits`, `OutputLayer.loss`. Its default is the core's; `build.py` may set another.
+A layer's other forms are functions that `build.py` sets in place of the core's:
+
+    MLP.run                        run_mlp                          FP8 operands made by the activation
+    OutputLayer.linear             LinearFunction                   FP8, tiles that overlap with tp
+    OutputLayer.compute_logits     output_logits                    variants/logit_softcaps.py
+    OutputLayer.loss               logits, then cross entropy       fast/fused_loss.py: both in pieces
 """
 
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.dropout import Dropout, bias_dropout_add
+from nanomegatron.ops.dropout import Dropout, apply_dropout
 from nanomegatron.ops.norm import norm
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, accumulate, replicated, scaled_std
@@ -61,7 +65,7 @@ class BranchDropout:
     def __call__(self, y: torch.Tensor, batch: Batch, branch: int) -> torch.Tensor:
         if self.multiplier != 1:
             y = y * self.multiplier
-        return bias_dropout_add(y, None, None, self.mask(batch, branch), self.fused)
+        return apply_dropout(y, self.mask(batch, branch), self.fused)
 
 
 class Norm(nn.Module):
@@ -176,7 +180,7 @@ class Embedding(nn.Module):
         x = self.word_embeddings(
             batch.tokens, self.multiplier, self.position_embeddings, batch.embedded_positions
         )
-        return bias_dropout_add(x, None, None, hidden_dropout(self.p, batch, 0), self.fused)
+        return apply_dropout(x, hidden_dropout(self.p, batch, 0), self.fused)
 
 
 def output_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,11 @@ def bias_dropout_add(
     return bias_dropout_add_ref(x, bias, residual, drop)
 
 
+def apply_dropout(x: torch.Tensor, drop: Dropout | None, fused: bool = True) -> torch.Tensor:
+    """drop(x), or x without one. fused: by the kernel of `bias_dropout_add`. x `[..., h]` -> `[..., h]`"""
+    return bias_dropout_add(x, None, None, drop, fused)
+
+
 def bias_dropout_add_ref(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
