@@ -25,9 +25,7 @@ waits for a send to that rank, and messages need no tags, since both ends know t
 
 import datetime
 import math
-import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -38,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nanomegatron.config.parallel import ParallelConfig
-from nanomegatron.faults.attempt import name_of_start
+from nanomegatron.launch.world import World, connect, pick_device  # noqa: F401 (docs/api.md)
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
@@ -74,6 +72,50 @@ class Axis:
         return Axis(name, 1, 0, (0,))
 
 
+def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return the groups of every axis as world ranks; together they hold all ranks (except for `embed`)."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    ep = parallel.expert_model_parallel_size
+    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
+    expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp), "pp": pp}
+    for grid in (dense, expert):
+        if world_size != math.prod(grid.values()):
+            raise ValueError(f"{world_size} processes do not fill the grid {grid}")
+    ends = sorted(set(embedding_ranks(placement(parallel.schedule, pp, parallel.chunks))))
+    return {
+        "world": [tuple(range(world_size))],
+        **{name: grid_groups(dense, name) for name in ("tp", "cp", "dp", "pp")},
+        "dp_cp": grid_groups(dense, "dp", "cp"),
+        "tp_cp": grid_groups(dense, "tp", "cp"),
+        **{name: grid_groups(expert, name) for name in ("ep", "etp", "edp")},
+        "etp_ep": grid_groups(expert, "etp", "ep"),
+        "embed": [tuple(ranks[end] for end in ends) for ranks in grid_groups(dense, "pp")],
+    }
+
+
+def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
+    """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
+    names = list(reversed(sizes))  # slowest first, as the dims of a tensor
+    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # dims within a group last
+    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
+    return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
+
+
+def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[tuple[str, int]]:
+    """Return (axis, size) of the subgroups of neighbouring ranks that communicate.
+
+    On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    inner = parallel.hierarchical_context_parallel_sizes[:1]
+    heads = [n for n in range(2, tp) if num_query_groups is None or n == tp // num_query_groups]
+    packs = [n for n in range(1, cp) if parallel.dynamic_context_parallel or n in inner]
+    sizes = [("tp", n) for n in heads if tp % n == 0]
+    return sizes + [("cp", n) for n in packs if cp % n == 0]
+
+
 class AxisObserver:
     """Sees what this rank communicates. This one does nothing; that of a run is `report/traffic.py`.
 
@@ -97,24 +139,17 @@ class Link:
     stream: Any = None  # on a GPU, the stream of the receives
 
 
-@dataclass(frozen=True)
-class World:
-    """The rank of this process and the number of all processes, as the launcher set them."""
+def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """The pipeline ranks (sender, receiver) between which the schedule sends, in the order to connect them.
 
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    rendezvous: str = ""  # "", "env://" (torchrun) or "file:///..." (one machine, no open port)
-    agent: int = 0  # process number of torchrun, which this one must not outlive; 0: not started by it
-    last_words: list[Callable[[], Any]] = field(default_factory=list, compare=False)  # if --nproc's is lost
-
-    @staticmethod
-    def from_environment() -> "World":
-        """Read torchrun's variables; without them, return a single process."""
-        if "RANK" not in os.environ:
-            return World()
-        rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return World(rank, size, local, "env://", os.getppid() * ("TORCHELASTIC_RESTART_COUNT" in os.environ))
+    Both ends of a link wait for each other, so all ranks take their links in this order: 0-1, 2-3, ... first,
+    which have no rank in common and connect at the same time, then 1-2, 3-4, ... In the order 0-1, 1-2, 2-3
+    each link would wait for the one before it.
+    """
+    placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
+    ranks = [rank for _, rank in sorted(owners(placed).items())]
+    links = {link for a, b in pairwise(ranks) for link in ((a, b), (b, a)) if a != b}
+    return sorted(links, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
 @dataclass(frozen=True)
@@ -164,7 +199,7 @@ class Mesh:
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
-            _connect(parallel.distributed_backend, world, device, timeout)
+            connect(parallel.distributed_backend, world, device, timeout)
         builder = GroupBuilder(world.rank, device, timeout, observer)
         axes = {name: builder.axis(name, each) for name, each in axis_groups(parallel, world.size).items()}
         for name, n in part_sizes(parallel, num_query_groups):
@@ -253,105 +288,3 @@ class GroupBuilder:
             nccl.config.max_ctas = max_ctas
         # A device_id connects the group now.
         return dist.new_group(ranks, timeout=self.timeout, pg_options=nccl, device_id=self.device)
-
-
-def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the groups of every axis as world ranks; together they hold all ranks (except for `embed`)."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp = parallel.pipeline_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
-    ep = parallel.expert_model_parallel_size
-    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
-    expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp), "pp": pp}
-    for grid in (dense, expert):
-        if world_size != math.prod(grid.values()):
-            raise ValueError(f"{world_size} processes do not fill the grid {grid}")
-    ends = sorted(set(embedding_ranks(placement(parallel.schedule, pp, parallel.chunks))))
-    return {
-        "world": [tuple(range(world_size))],
-        **{name: grid_groups(dense, name) for name in ("tp", "cp", "dp", "pp")},
-        "dp_cp": grid_groups(dense, "dp", "cp"),
-        "tp_cp": grid_groups(dense, "tp", "cp"),
-        **{name: grid_groups(expert, name) for name in ("ep", "etp", "edp")},
-        "etp_ep": grid_groups(expert, "etp", "ep"),
-        "embed": [tuple(ranks[end] for end in ends) for ranks in grid_groups(dense, "pp")],
-    }
-
-
-def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[tuple[str, int]]:
-    """Return (axis, size) of the subgroups of neighbouring ranks that communicate.
-
-    On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
-    """
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    inner = parallel.hierarchical_context_parallel_sizes[:1]
-    heads = [n for n in range(2, tp) if num_query_groups is None or n == tp // num_query_groups]
-    packs = [n for n in range(1, cp) if parallel.dynamic_context_parallel or n in inner]
-    sizes = [("tp", n) for n in heads if tp % n == 0]
-    return sizes + [("cp", n) for n in packs if cp % n == 0]
-
-
-def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """The pipeline ranks (sender, receiver) between which the schedule sends, in the order to connect them.
-
-    Both ends of a link wait for each other, so all ranks take their links in this order: 0-1, 2-3, ... first,
-    which have no rank in common and connect at the same time, then 1-2, 3-4, ... In the order 0-1, 1-2, 2-3
-    each link would wait for the one before it.
-    """
-    placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
-    ranks = [rank for _, rank in sorted(owners(placed).items())]
-    links = {link for a, b in pairwise(ranks) for link in ((a, b), (b, a)) if a != b}
-    return sorted(links, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
-
-
-def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
-    """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
-    names = list(reversed(sizes))  # slowest first, as the dims of a tensor
-    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # dims within a group last
-    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
-    return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
-
-
-def threads_given() -> int:
-    """Return the threads that OMP_NUM_THREADS asks for; 0 if it is not set."""
-    return torch.get_num_threads() * ("OMP_NUM_THREADS" in os.environ)
-
-
-def pick_device(asked: str, world: World) -> torch.device:
-    """Return cuda:LOCAL_RANK if there are GPUs and `asked` (--device) is not "cpu"; else the CPU.
-
-    Raises ValueError if `asked` is "cuda" and there is no GPU.
-    """
-    if asked == "cuda" and not torch.cuda.device_count():
-        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or install a CUDA build")
-    if asked == "cpu" or not torch.cuda.device_count():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-
-
-def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
-    """Join the default process group.
-
-    Under torchrun the store's keys are prefixed with a name of this start: after a restart (--max-restarts)
-    it still holds the addresses of dead ranks, to which gloo and NCCL would try to connect. The default group
-    has no device_id, else NCCL would make each group by splitting it, which all ranks must join.
-    """
-    if world.rendezvous == "env://":
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        if world.agent:
-            store = dist.PrefixStore(name_of_start(store, world.rank, world.size, timeout), store)
-    else:
-        # One machine: the ranks meet on the loopback interface, so no port is open to the network.
-        for name in [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
-    # torch warns that a group of two ranks sends its messages one after the other: a link is meant to.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    dist.init_process_group(
-        backend or dist.get_default_backend_for_device(device),
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-    )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from nanomegatron.faults.attempt import name_of_start
+from nanomegatron.launch.world import name_of_start
 
 LONG, SHORT = datetime.timedelta(seconds=10), datetime.timedelta(seconds=0.1)
 

@@ -29,13 +29,21 @@ WIDE_CLASSES = {
     "plan.cluster.Cluster": 14,
 }
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
-DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}
+DISTRIBUTED = {
+    "launch.world",
+    "mesh",
+    "comm",
+    "fast.peer_memory",
+    "fast.peer_access",
+    "checkpoint/",
+    "commands.doctor",
+}
 # early and banner read what torchrun says; doctor reports what is set; setup looks for the compiler;
 # preprocess keeps the tokenizers library from starting threads, profiler torch's profiler from printing
 ENVIRONMENT = {
     "commands.doctor",
     "config.early",
-    "mesh",
+    "launch.world",
     "preprocess",
     "report.banner",
     "report.profiler",

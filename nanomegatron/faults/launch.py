@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from nanomegatron.mesh import World, threads_given
+from nanomegatron.launch.world import threads_given
+from nanomegatron.mesh import World
 
 GRACE = 10.0  # seconds that ranks have to exit once one has failed, or after a second signal
 SMALL = 10_000_000  # parameters of a model that one thread computes as fast as several
