@@ -8,7 +8,10 @@ Tests: tests/test_optim.py. Page: docs/life-of-a-step.md.
     params (bf16/fp16)   <-  copied from the main params; in fp32 they are the same tensors
 
 Each rank updates its shards (`dp.py`), bucket by bucket in the order of the forward: as soon as a shard is
-updated, the all-gather of its bucket starts.
+updated, the all-gather of its bucket starts. AdamW (`ops/adamw.py`) of step t, from a gradient g:
+
+    m = beta1 m + (1 - beta1) g              p = p - lr decay p
+    v = beta2 v + (1 - beta2) g^2            p = p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
 A step is good if its loss, gradient norm and (if asked) optimizer states are finite, and loss and norm are
 not above `limits`. Everything that a step decides stays on the device as 0-d tensors: these flags, the number
@@ -196,19 +199,29 @@ class Optimizer:
         if self.checks_states:
             total = total.masked_fill(self.not_finite(), math.nan)
         norm = (self._norm(total) / self.scaler.scale).float()
+
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
-        clip = self.config.clip_grad
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
-        now = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)  # [:, now] would wait for the GPU
-        rates, next_lr = self.lr_table.index_select(1, now[None])[:, 0].split((3, 1))
+        factor = self._clip_factor(norm)
+
+        rates, next_lr = self._rates()
         self.good_steps += good.long()
-        self.updates.step(
-            self.shards, self.good_steps.float(), rates.float(), self.scaler.scale / factor, 1.0 - good
-        )
+        grad_scale = self.scaler.scale / factor
+        self.updates.step(self.shards, self.good_steps.float(), rates.float(), grad_scale, 1.0 - good)
         self._finish_gathers()
+
         stats = StepStats(norm, good, rates[0], next_lr[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(good)
         return stats
+
+    def _clip_factor(self, norm: torch.Tensor) -> torch.Tensor:
+        """By what gradients of this norm `[]` are multiplied -> `[]`, at most 1; --clip-grad 0: always 1"""
+        clip = self.config.clip_grad
+        return (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
+
+    def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of `step_values` for this step -> `[3]`, and the next learning rate `[1]`"""
+        now = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)  # [:, now] would wait for the GPU
+        return self.lr_table.index_select(1, now[None])[:, 0].split((3, 1))
 
     def cast_weights(self) -> None:
         """Make the FP8 weights before the first step, as `step` does, so that no step also holds 16-bit ones.
