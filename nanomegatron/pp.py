@@ -195,7 +195,7 @@ class Inbox:
         self.links = links
         self.empty = empty
         self.ahead = ahead
-        self.left = Counter(message[:2] for exchange in exchanges for message in exchange.receives)
+        self.left = Counter(message.link for exchange in exchanges for message in exchange.receives)
         self.posted = {link: self._post(link) for link in self.left} if ahead else {}
 
     def _post(self, link: tuple[int, int]) -> Pending:
@@ -203,7 +203,7 @@ class Inbox:
 
     def receive(self, message: Message, tracer: NoTracer) -> torch.Tensor:
         """Wait for this message, the next one of its link -> `[s, b, h]` or `[s/tp, b, h]`"""
-        link = message[:2]
+        link = message.link
         pending = self.posted.pop(link, None) or self._post(link)
         tracer.receive(message, pending)
         x = pending.wait()
@@ -228,8 +228,8 @@ class Outbox:
 
     def send(self, x: torch.Tensor, message: Message) -> None:
         """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
-        in_flight = self.in_flight[message[:2]]
-        in_flight.append(start_send(x, self.links[message[:2]]))
+        in_flight = self.in_flight[message.link]
+        in_flight.append(start_send(x, self.links[message.link]))
         while in_flight and (in_flight[0].done or len(in_flight) > self.most):
             in_flight.popleft().wait()
 
@@ -305,10 +305,11 @@ def execute(
     with torch.set_grad_enabled(not forward_only):
         for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
             for message in exchange.receives:
-                arrived[message[2:]] = inbox.receive(message, tracer)
+                arrived[message.kind, message.stage, message.microbatch] = inbox.receive(message, tracer)
             stage = stages.placed[rank][op.chunk]
+            received = arrived.pop((op.kind[0], stage, op.microbatch), None)
             with tracer.op(op):
-                output = runner.run(op, arrived.pop((op.kind[0], stage, op.microbatch), None))
+                output = runner.run(op, received)
             if exchange.sends is not None:
                 outbox.send(output, exchange.sends)
             elif output is not None:  # the next stage is on this rank, too

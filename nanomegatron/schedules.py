@@ -44,6 +44,11 @@ class Message(NamedTuple):
     stage: int
     microbatch: int
 
+    @property
+    def link(self) -> tuple[int, int]:
+        """The ranks (source, destination), whose messages arrive in the order in which they are sent."""
+        return self.source, self.destination
+
 
 class Exchange(NamedTuple):
     """An op's messages: those to receive before it, the one it uses, the one it sends.
@@ -79,7 +84,8 @@ class Timeline:
 
 
 # Every schedule takes the microbatches of a chunk in order, so the functions below omit the microbatch: `F1`
-# is the forward of chunk 1 for its next microbatch.
+# is the forward of chunk 1 for its next microbatch. With fewer microbatches than fill the pipeline they write
+# the order for as many as fill it, n, and `schedule` drops the ops of those that are not there.
 
 
 def gpipe(microbatches: int, chunks: int) -> list[str]:
@@ -249,7 +255,7 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
         uses.append([message(op, stages[op.chunk]) for op in ops])
         sends.append([message(op, stages[op.chunk] + STEP[op.kind]) for op in ops])
         for sent in filter(None, sends[-1]):
-            links[sent[:2]].append(sent)
+            links[sent.link].append(sent)
     exchanges = []
     for rank_uses, rank_sends in zip(uses, sends):
         pairs = zip(rank_uses, rank_sends)
@@ -263,9 +269,9 @@ def _receive(uses: Message | None, links: dict, early: set[Message]) -> tuple[Me
     """Messages to receive up to the one that an op uses; `early`: those received and not used yet."""
     received = []
     while uses and uses not in early:
-        if not links[uses[:2]]:
+        if not links[uses.link]:
             raise ValueError(f"{uses} is never sent")
-        received.append(links[uses[:2]].popleft())
+        received.append(links[uses.link].popleft())
         early.add(received[-1])
     early.discard(uses)
     return tuple(received)

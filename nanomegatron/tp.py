@@ -116,21 +116,20 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gathered = Pending(x)
-        later = Axis.single()  # over which x is still to be gathered when the weight gradient is computed
-        if ctx.comm == "gather" and is_deferred(ctx.weight):
-            later = ctx.axis
-        elif ctx.comm == "gather":
-            gathered = start_all_gather(x, ctx.axis)
+        axis = ctx.axis
+        gather_now = ctx.comm == "gather" and not is_deferred(ctx.weight)
+        gather_later = ctx.comm == "gather" and is_deferred(ctx.weight)
+        gathered = start_all_gather(x, axis) if gather_now else Pending(x)
         dbias = bias_grad(ctx.bias, dy, accumulate)
         if ctx.comm == "scatter":
-            dy = all_gather(dy, ctx.axis)
+            dy = all_gather(dy, axis)
         dx = dy @ ctx.weight
         x = gathered.wait()
-        reduced = start_input_grad_sum(dx, ctx.axis, ctx.comm)
+        reduced = start_input_grad_sum(dx, axis, ctx.comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
-            add_product(out, dy, all_gather(x, later), beta)
+            inputs = all_gather(x, axis) if gather_later else x
+            add_product(out, dy, inputs, beta)
 
         dw = accumulate(ctx.weight, write)
         return reduced.wait(), dw, None, None, dbias
