@@ -148,9 +148,6 @@ def train(run: Training) -> int:
     config = run.config.run
     progress = run.progress
     reporter = run.observers.find(Reporter)
-    health = run.observers.find(Health)
-    checkpoints = run.observers.find(Checkpoints)
-    stops = run.observers.find(Stops)
     begin(run)
     with manual_gc(config) as collect:
         while progress.iteration < config.train_iters and not progress.stop:
@@ -160,29 +157,12 @@ def train(run: Training) -> int:
             progress.iteration = iteration
             reporter.take(step)
             if skip:
-                unread = progress.samples_before[iteration] - progress.samples_before[iteration - 1]
-                progress.skipped_samples += unread
-                run.log.line(f"skipped step {iteration}, {unread} samples unread")
-            if due(config.check_replicas, iteration):
-                reporter.flush()
-                run.buckets.wait_params()
-                check_replicas(run.model.parameters(), run.mesh, iteration)
-            if due(config.exit_interval, iteration):
-                progress.stop = f"--exit-interval {config.exit_interval}"
-            if due(config.eval_interval, iteration) and iteration < config.train_iters:
-                reporter.flush()
-                evaluate(run, stops.now)
-            checkpoints.save_if_due()
-            if progress.stop or iteration == config.train_iters:
-                reporter.flush()
-            if health.spike is not None:
-                roll_back(run)
-                if not progress.preempted:
-                    progress.stop = ""  # its step is due again
+                count_skipped(run)
+            do_what_is_due(run, reporter)
             collect(progress.iteration)
     reporter.flush()
     run.log.end_interval()
-    checkpoints.save_last()
+    run.observers.find(Checkpoints).save_last()
     return finish(run)
 
 
@@ -209,6 +189,38 @@ def launch_step(run: Training, reporter: Reporter) -> StepReport:
     if run.config.faults.rerun_mode == "validate_results":
         return validated_step(run, partial(reporter.launch, train_step))
     return reporter.launch(train_step)
+
+
+def count_skipped(run: Training) -> None:
+    """Count the samples of an iteration that was skipped (--iterations-to-skip, or by a rollback)."""
+    progress = run.progress
+    iteration = progress.iteration
+    unread = progress.samples_before[iteration] - progress.samples_before[iteration - 1]
+    progress.skipped_samples += unread
+    run.log.line(f"skipped step {iteration}, {unread} samples unread")
+
+
+def do_what_is_due(run: Training, reporter: Reporter) -> None:
+    """After an iteration: check replicas, evaluate, save, stop, roll back to before a spike of the loss."""
+    config = run.config.run
+    progress = run.progress
+    iteration = progress.iteration
+    if due(config.check_replicas, iteration):
+        reporter.flush()
+        run.buckets.wait_params()
+        check_replicas(run.model.parameters(), run.mesh, iteration)
+    if due(config.exit_interval, iteration):
+        progress.stop = f"--exit-interval {config.exit_interval}"
+    if due(config.eval_interval, iteration) and iteration < config.train_iters:
+        reporter.flush()
+        evaluate(run, run.observers.find(Stops).now)
+    run.observers.find(Checkpoints).save_if_due()
+    if progress.stop or iteration == config.train_iters:
+        reporter.flush()
+    if run.observers.find(Health).spike is not None:
+        roll_back(run)
+        if not progress.preempted:
+            progress.stop = ""  # its step is due again
 
 
 if __name__ == "__main__":

@@ -175,33 +175,36 @@ class Reporter(Observer):
     def after_step(self, step: StepReport) -> None:
         """Log a step's numbers."""
         log = self.log
-        batch = step.batch
-        found = {name: value for name, value in step.read().items() if name not in FLAGS}
-        good = found.pop("good")
-        if not good:
-            found["next_lr"] = found["lr"]  # a bad step holds the schedule
-        record = {
-            "iteration": batch.iteration,
-            "consumed_samples": batch.end,
-            "global_batch_size": batch.size,
-            **found,
-        }
-        vocab = self.run.model[0].padded_vocab_size
-        record |= rates(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3)
-        record |= self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0)
-        record["skipped"] = int(not good)
-        record["skipped_samples"] = self.run.progress.skipped_samples
-        peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
-        record["peak_mem_gib"] = peak / 2**30
-        log.step(record)
+        log.step(self.record(step))
         self.timers.add(step.timed)
-        if log.line_due(batch.iteration):
+        if log.line_due(step.batch.iteration):
             with log.attempt("timers"):
                 if self.timers.level:
                     log.line(self.timers.text(self.mesh.world))
             with log.attempt("traffic"):
                 for line in ledger(step.traffic) if self.config.log_comm else ():
                     log.line(f"comm    {line}")
+
+    def record(self, step: StepReport) -> dict[str, Any]:
+        """Return what is logged of a step: its numbers, its speed, energy and memory."""
+        batch = step.batch
+        found = {name: value for name, value in step.read().items() if name not in FLAGS}
+        good = found.pop("good")
+        if not good:
+            found["next_lr"] = found["lr"]  # a bad step holds the schedule
+        vocab = self.run.model[0].padded_vocab_size
+        peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
+        return {
+            "iteration": batch.iteration,
+            "consumed_samples": batch.end,
+            "global_batch_size": batch.size,
+            **found,
+            **rates(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3),
+            **self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0),
+            "skipped": int(not good),
+            "skipped_samples": self.run.progress.skipped_samples,
+            "peak_mem_gib": peak / 2**30,
+        }
 
     def end(self) -> None:
         if energy := self.energy.summary():
