@@ -21,27 +21,27 @@ TODAY = """
 checkpoint          2556          102            136      31      28      29
 commands            1075           40             77      26      11      21
 config              2389          112            137      10      45      49
-core                2902            7             94      19       8      24
+core                2892            6             96      19       7      27
 data                1735           70             85      21      15       9
 debug                644           27             43       4       4      12
 fast                1744           89             72      33       9      12
-faults              1099           37             42       3       5      16
-launch               178            0             10       0       2       5
-ops                 1649           87            148      75       2      24
+faults              1081           36             42       3       5      16
+launch               251            1             10       0       2       5
+ops                 1651           87            148      75       2      24
 plan                1217           94            106      13       7      27
-programs             602           10             31       0      11       6
-report              1780           64             76       6      12      20
+programs             608           10             31       0      11       6
+report              1776           64             76       6      12      20
 variants             214            2              3       0       0       2
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
 # room (whose name ends in /) those of its room. Ideas stand below fast/ and variants/, these below build,
 # then step, which all that looks on at it imports: checkpoint/, report/, faults/, debug/; launch/ and train
-# put them together. mesh imports faults.attempt, faults.launch stands by itself.
+# put them together. mesh imports launch.world, and faults.launch stands by itself.
 RANKS = """
 schedules batch
 config/
-plan.flops faults.attempt core
+plan.flops launch.world core
 mesh lr_schedule ops/ plan/
 comm faults.launch
 param
