@@ -6,7 +6,6 @@
     python -m benchmarks.decode --small --out FILE.json                    a tiny model on a CPU, to test it
 
     graphs         nanomegatron generate on a GPU: fast/decode.py
-    cublas         the same without the kernel for linear layers of a single token
     plain          the form of the core, pp.last_logits
     transformers   the same shape as a model of transformers, static cache as large as the text; steps under
                    torch.compile(mode="reduce-overhead"), prompts without; skipped where it is not installed
@@ -72,14 +71,12 @@ def settings(args: argparse.Namespace) -> Config:
     return resolve(parsed.config, 1)
 
 
-def ours(config: Config, mesh: Mesh, graphs: bool, kernel: bool) -> tuple[nn.Module, Text]:
+def ours(config: Config, mesh: Mesh, graphs: bool) -> tuple[nn.Module, Text]:
     """The project's own model. Raises SystemExit if it is to run as graphs and does not."""
     model = new_model(config, mesh, config.data.vocab_size)
     if graphs and mesh.device.type == "cuda" and (why := plain_reason(model)):
         raise SystemExit(f"no graphs: {why}")
     model.decoder = model.decoder if graphs else None
-    for module in model.modules() if not kernel else ():
-        vars(module).pop("linear", None)  # back to that of the class
 
     def text(prompts: list[list[int]], new: int) -> Iterator[object]:
         return stream(model, prompts, new, Sampling(temperature=0))
@@ -129,9 +126,8 @@ def theirs(config: Config, mesh: Mesh) -> tuple[nn.Module, Text]:
 
 
 FORMS = {
-    "graphs": partial(ours, graphs=True, kernel=True),
-    "cublas": partial(ours, graphs=True, kernel=False),
-    "plain": partial(ours, graphs=False, kernel=False),
+    "graphs": partial(ours, graphs=True),
+    "plain": partial(ours, graphs=False),
     "transformers": theirs,
 }
 

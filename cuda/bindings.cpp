@@ -53,10 +53,8 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("norm_backward", &norm_backward);
     module.def("bias_dropout_add", &bias_dropout_add);
     module.def("bias_dropout_backward", &bias_dropout_backward);
-    // attend_one.cu, merge.cu, matvec.cu
-    module.def("attend_one", &attend_one);
+    // merge.cu
     module.def("merge_rows", &merge_rows);
-    module.def("matvec", &matvec);
     // embedding.cu
     module.def("embedding_lookup", &embedding_lookup);
     module.def("embedding_add", &embedding_add);

@@ -46,15 +46,6 @@ void rope(Address out, int64_t out_s, int64_t out_b, int64_t out_h, Address q, i
           int64_t v_h, Address cos, Address sin, int64_t s, int64_t b, int64_t n, int64_t g, int64_t values,
           int64_t d, int64_t r, int64_t table_b, int interleaved, int inverse, int type, Address stream);
 
-// attend_one.cu
-void attend_one(Address out, Address parts, Address q, Address k, Address v, Address keys, Address values,
-                Address position, int64_t q_b, int64_t k_b, int64_t v_b, int64_t b, int64_t n, int64_t g,
-                int64_t d, int64_t span, int64_t chunks, int64_t window, double scale, double cap, int type,
-                Address stream);
-
-// matvec.cu
-void matvec(Address out, Address weight, Address x, int64_t m, int64_t k, int type, Address stream);
-
 // cross_entropy.cu
 void cross_entropy_stats(Address out, Address logits, Address labels, int64_t rows, int64_t columns,
                          int64_t stride, int type, Address stream);

@@ -10,14 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.build import Paths, install
 from nanomegatron.commands.generate import batch
-from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
-from nanomegatron.ops import attend_one as ops_attend_one
-from nanomegatron.ops import matvec as ops_matvec
+from nanomegatron.fast.decode import Decoder, attend_one, decoder, plain_reason
+from nanomegatron.ops.attention import Mask
 from nanomegatron.pp import ModelChunks
 from nanomegatron.report.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
-from tests import cuda_on_cpu
 from tests.test_cuda_graphs import Recorder
 from tests.test_generate import GPT, LLAMA, PROMPTS, VOCAB, build
 
@@ -117,28 +114,27 @@ def test_ends_and_one_token_prompts():
         fast([[1, 2]])
 
 
-@pytest.mark.parametrize("b", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_by_the_kernels(family, b, monkeypatch):
-    """Run by the emulator: attend_one.cu in each layer and, of one text, matvec.cu for each weight."""
-    if cuda_on_cpu.cuda_home() is None:
-        pytest.skip("no CUDA headers here")
-    model, tokens = build(FAMILIES[family] | {"kv_channels": 32}), torch.randint(VOCAB, (b, 9))
-    pieces, launched = [tokens[:, :6], *tokens[:, 6:].split(1, 1)], []
-    with torch.no_grad():
-        cache = KVCache(9)
-        expected = [next_logits(model, piece.tolist(), cache) for piece in pieces]
-    install(model, Paths(linear=linear))
-    modules = ops_matvec, ops_attend_one
-    cuda_on_cpu.run_here(monkeypatch, ("attend_one", "matvec"), *modules)
-    launch = ops_matvec.launch_kernel
-    for module in modules:
-        monkeypatch.setattr(module, "launch_kernel", lambda *a: launched.append(a[0]) or launch(*a))
-    fast = Decoder(model, 9, 8, lambda run, pool: run)
-    torch.testing.assert_close([fast(piece).clone() for piece in pieces], expected, atol=1e-5, rtol=1e-5)
-    assert launched.count("attend_one") == (3 * 2 if model.config.masked_softmax_fusion else 0)
-    # Two layers of four weights and the head, which reads one token after a prefill, too.
-    assert launched.count("matvec") == (3 * (2 * 4 + 1) + 1 if b == 1 else 0)
+@pytest.mark.parametrize("n, g", [(4, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=40), Mask(cap=3.0), Mask(window=0, cap=2.0)], ids=str)
+def test_one_token_attends_to_those_up_to_it(n, g, mask):
+    """Against float64; what lies behind the position would be seen in the result."""
+    for position, t in ((0, 8), (7, 8), (5, 300), (299, 300), (100, 600)):
+        packed = torch.randn(1, 2, (n + 2 * g) * 32)
+        q, k, v = (x.unflatten(-1, (-1, 32)) for x in packed.split([n * 32, g * 32, g * 32], -1))
+        cache = torch.randn(2, t, 2, g, 32)
+        cache[:, position + 1 :] = 1e4
+        before = cache.clone()
+        before[:, position] = torch.stack((k[0], v[0]))
+        found = attend_one(q, (k, v), tuple(cache), torch.tensor([position]), mask)
+        assert torch.equal(cache, before)  # the new row, and no other
+
+        first = 0 if mask.window is None else max(position - mask.window, 0)
+        keys, values = cache[:, first : position + 1].double().repeat_interleave(n // g, 3)
+        scores = torch.einsum("bnd,tbnd->bnt", q[0].double(), keys) * 32**-0.5
+        if mask.cap:
+            scores = mask.cap * torch.tanh(scores / mask.cap)
+        expected = torch.einsum("bnt,tbnd->bnd", scores.softmax(-1), values).flatten(1)[None]
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_runs_without_graphs():

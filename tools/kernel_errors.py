@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
-from nanomegatron.ops.attend_one import attend_one, attend_one_ref
 from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
@@ -21,7 +20,6 @@ from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, looku
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.gelu import SQUARED_RELU, TANH, bias_act, bias_act_ref
 from nanomegatron.ops.kernels import FLOATS
-from nanomegatron.ops.matvec import matvec, matvec_ref
 from nanomegatron.ops.merge import PartialRows, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.permute import permute, route, unpermute
@@ -92,22 +90,7 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
         "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
         "embedding": (_embedding, _embedding_ref, ((V, H), (7, H), (7, 3, H))),
-        "attend_one": (_attended(attend_one), _attended(attend_one_ref), ((1, 3, 8, 128), (64, 3, 2, 128))),
-        "matvec": (lambda *a: matvec(*_detached(a)), lambda *a: matvec_ref(*_detached(a)), (w, (T, H))),
     }
-
-
-def _attended(attend: Callable) -> Callable:
-    def run(q, rows):
-        keys = rows.detach().clone()
-        new = keys[:1].flip(3), keys[1:2].clone()
-        return attend(q.detach(), new, (keys, keys + 1), torch.tensor([T], device=q.device), 9, 2.0), keys
-
-    return run
-
-
-def _detached(tensors: tuple) -> tuple:
-    return tuple(x.detach() for x in tensors)
 
 
 def _embedding(*inputs):

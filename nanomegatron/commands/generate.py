@@ -38,7 +38,7 @@ from nanomegatron.data.tokenizer import (
     tokenizer_from_spec,
     with_special_tokens,
 )
-from nanomegatron.fast.decode import decoder, linear, plain_reason
+from nanomegatron.fast.decode import decoder, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.faults.launch import launch, one_thread_if_small
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -184,7 +184,7 @@ def new_model(config: Config, mesh: Mesh, vocab_size: int) -> ModelChunks:
         precision=replace(config.precision, fp8_format=None),  # its scales would make prompts interact
     )
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    return install(build(here, mesh, vocab_size, padded, init), Paths(linear=linear, decoder=decoder))
+    return install(build(here, mesh, vocab_size, padded, init), Paths(decoder=decoder))
 
 
 def batch(model: ModelChunks, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:

@@ -15,8 +15,8 @@ as usual. With temperature 0 the device also chooses the tokens, and the host re
     GPU     step t | step t+1 | step t+2 |
     host           | token t  | token t+1         an end of text is seen one step late; that step is dropped
 
-Llama-3-8B, one text, one H100: 5.98 ms a token, 84 % of the bound that reading the weights sets; 64 texts
-8.23 ms (benchmarks/results/2026-11-26-decode-h100.json). (Grouped queries: arXiv 2305.13245)
+Llama-3-8B, one text, one H200: 5.20 ms a token (docs/benchmarks.md). Kernels for the attention and the linear
+layers of a single token gained 8 % more: too little for what they are to read. (Grouped queries: 2305.13245)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +28,9 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import capture_graph, has_hooks
-from nanomegatron.mesh import Axis
-from nanomegatron.ops.attend_one import attend_one, attend_one_ref
 from nanomegatron.ops.attention import Mask, core_attention
-from nanomegatron.ops.matvec import matvec
+from nanomegatron.ops.softmax import scaled_softmax
 from nanomegatron.pp import ModelChunks
-from nanomegatron.tp import LinearFunction
 
 
 def plain_reason(model: ModelChunks) -> str:
@@ -50,22 +47,39 @@ def plain_reason(model: ModelChunks) -> str:
     return f"module {hooked} has a hook" if hooked else ""
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`tp.LinearFunction`, of one token by its own kernel.
-
-    x `[..., n]`, weight `[m, n]`, bias `[m]` -> `[..., m]`
-    """
-    if axis.size > 1 or x.numel() != x.shape[-1] or torch.is_grad_enabled():
-        return LinearFunction.apply(x, weight, axis, comm, bias)
-    y = matvec(x, weight)
-    return y if bias is None else y.add_(bias)
-
-
 def decoder(model: ModelChunks, length: int) -> "Decoder | None":
     """A Decoder of texts of up to `length` tokens; None if graphs cannot run this model."""
     return None if plain_reason(model) else Decoder(model, length)
+
+
+def attend_one(
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    cached: tuple[torch.Tensor, torch.Tensor],
+    position: torch.Tensor,
+    mask: Mask,
+) -> torch.Tensor:
+    """Put a token's key and value at its position into a cache; attend to those up to it. -> `[1, b, n*d]`
+
+    q `[1, b, n, d]`, new `[1, b, g, d]`, cached `[t, b, g, d]`, position int64 `[1]`, on the device, below t.
+    Two batched matmuls over the key heads; keys behind the position are hidden.
+    """
+    for rows, row in zip(cached, new, strict=True):
+        rows.index_copy_(0, position, row)
+    _, b, n, d = q.shape
+    t, _, g, _ = cached[0].shape
+    key = torch.arange(t, device=q.device)
+    hidden = key > position
+    if mask.window is not None:
+        hidden = hidden | (key < position - mask.window)
+    k, v = (x.flatten(1, 2).transpose(0, 1) for x in cached)  # [b*g, t, d]
+    scores = torch.bmm(q.reshape(b * g, n // g, d), k.transpose(1, 2)).view(b, n, 1, t)
+    scale = d**-0.5
+    if mask.cap:
+        scores = torch.tanh(scores * (scale / mask.cap))
+        scale = mask.cap
+    probs, _ = scaled_softmax(scores, scale, hidden[None, None, None])
+    return torch.bmm(probs.view(b * g, n // g, t), v).view(1, b, n * d)
 
 
 class StaticCache:
@@ -101,8 +115,7 @@ class StaticCache:
         """
         if not self.span:
             return core_attention(q, k, v, backend, mask, *how)
-        run = attend_one if how[-1] else attend_one_ref
-        return run(q, self.new, (k, v), self.position, mask.window, mask.cap), None
+        return attend_one(q, self.new, (k, v), self.position, mask), None
 
 
 @dataclass

@@ -17,7 +17,7 @@ from nanomegatron.ops.matmul import missing
 
 KERNELS = (
     "rms_norm layer_norm add_norm bias_dropout_add rope swiglu gelu squared_relu column_sums scaled_softmax"
-    " cross_entropy adamw_ fp8_cast permute merge_rows embedding attend_one matvec"
+    " cross_entropy adamw_ fp8_cast permute merge_rows embedding"
 ).split()
 TORCHS = ("attention_dropout",)
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel

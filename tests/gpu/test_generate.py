@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import Paths, install, pick_variants
+from nanomegatron.build import pick_variants
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
+from nanomegatron.fast.decode import Decoder, decoder, plain_reason
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -22,16 +22,15 @@ BLOCK = 16  # keys: a text crosses several
 
 
 @functools.cache
-def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False, std=0.3) -> ModelChunks:
-    """Large weights, so that the likeliest token is likelier than rounding. kernel: for a single token."""
+def build(family: str, dtype: torch.dtype = torch.bfloat16, std=0.3) -> ModelChunks:
+    """Large weights, so that the likeliest token is likelier than rounding."""
     config = TransformerConfig(
         *(2, 512, 8), max_position_embeddings=LONGEST, init_method_std=std, **FAMILIES[family]
     )
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=512)
     chunk = GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))
     pick_variants(chunk, Axis.single("cp"))
-    model = ModelChunks([chunk])
-    return install(model, Paths(linear=linear if kernel else None))
+    return ModelChunks([chunk])
 
 
 def eager(run, pool):
@@ -40,10 +39,10 @@ def eager(run, pool):
 
 
 @torch.no_grad()
-def logits(make, family: str, dtype: torch.dtype, b: int, kernel: bool = True) -> torch.Tensor:
+def logits(make, family: str, dtype: torch.dtype, b: int) -> torch.Tensor:
     """Of a prefill of 5 tokens and 60 single ones, `[61, b, V]`; make: model -> a decoder."""
     torch.manual_seed(0)
-    tokens, model = torch.randint(VOCAB, (b, 65), device=CUDA), build(family, dtype, kernel, 0.05)
+    tokens, model = torch.randint(VOCAB, (b, 65), device=CUDA), build(family, dtype, 0.05)
     forward = make(model)
     pieces = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
     return torch.stack([forward(piece).clone() for piece in pieces])
@@ -74,7 +73,7 @@ def test_graphs_equal_their_steps_to_the_bit(family, b, monkeypatch):
 def test_logits_are_those_of_the_plain_form(family, dtype, bound, b):
     """And, in fp32, of one forward without a cache."""
     how = family, dtype, b
-    plain = logits(lambda m: functools.partial(next_logits, m, cache=KVCache(LONGEST)), *how, kernel=False)
+    plain = logits(lambda m: functools.partial(next_logits, m, cache=KVCache(LONGEST)), *how)
     found = logits(lambda m: Decoder(m, LONGEST, BLOCK), *how)
     assert relative(found, plain) < bound
     if dtype == torch.float32:
