@@ -32,7 +32,15 @@ if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not No
 
 import torch
 
-from nanomegatron.build import build, build_executor, build_optimizer, install, paths_for, pick_schedules
+from nanomegatron.build import (
+    Paths,
+    build,
+    build_executor,
+    build_optimizer,
+    install,
+    paths_for,
+    pick_schedules,
+)
 from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.checkpoint.source import with_saved_schedule
 from nanomegatron.config.batch import samples_before
@@ -107,10 +115,12 @@ def set_up(
     torch.set_deterministic_debug_mode("error" if deterministic else "default")  # imports no compiler
     if not config.run.eval_only:
         check_history(config, mesh, log)
+
     config = with_saved_schedule(config, mesh)
     progress = Progress(samples_before(config, mesh.dp.size))
     data = build_data(config, mesh, log, progress.samples_before[-1])
     signals.check(mesh)
+
     vocab_size = config.data.vocab_size or data.tokenizer.vocab_size
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     notes = [*parsed.notes, *run_notes(config), *check_memory(config, mesh, vocab_size)]
@@ -119,28 +129,36 @@ def set_up(
         log.line(line)
     for line in data_lines(config, data.datasets, progress.samples_before[-1], log.folder):
         log.line(line)
+
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
     data.loaders = build_loaders(config, mesh, model, data.datasets, data.tokenizer.eod)
     run = Training(config, mesh, log, data, model, None, None, progress)
-    health = None
     if config.run.eval_only:
         run.observers.append(Stops(run, signals))
-    else:
-        lr_table = step_values(config, progress.samples_before, pick_schedules)
-        run.buckets, run.optimizer = build_optimizer(model, config, mesh, lr_table, paths)
-        if sharding := buckets_text(run.buckets):
-            log.line(f"dp      {sharding}")
-        add_observers(run, profile, signals, observers)
-        health = run.observers.find(Health)
-        executor = build_executor(config, paths, model, run.buckets, log.line)
-        run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
+        load_checkpoint(run, None)
+        signals.check(mesh)
+        return run
+
+    add_optimizer(run, paths)
+    add_observers(run, profile, signals, observers)
+    executor = build_executor(config, paths, model, run.buckets, log.line)
+    run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
     signals.check(mesh)
-    load_checkpoint(run, health)
-    if mesh.rank == 0 and not config.run.eval_only:
+    load_checkpoint(run, run.observers.find(Health))
+    if mesh.rank == 0:
         log.keep_settings(to_toml(config), progress.iteration)
     signals.check(mesh)
     return run
+
+
+def add_optimizer(run: Training, paths: Paths) -> None:
+    """Put the gradients of the model into buckets and build its optimizer."""
+    lr_table = step_values(run.config, run.progress.samples_before, pick_schedules)
+    run.buckets, run.optimizer = build_optimizer(run.model, run.config, run.mesh, lr_table, paths)
+    sharding = buckets_text(run.buckets)
+    if sharding:
+        run.log.line(f"dp      {sharding}")
 
 
 def train(run: Training) -> int:
