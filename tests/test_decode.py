@@ -115,9 +115,10 @@ def test_ends_and_one_token_prompts():
 
 
 @pytest.mark.parametrize("n, g", [(4, 2), (4, 4), (3, 1)])
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=40), Mask(cap=3.0), Mask(window=0, cap=2.0)], ids=str)
-def test_one_token_attends_to_those_up_to_it(n, g, mask):
+@pytest.mark.parametrize("window, cap", [(None, None), (40, None), (None, 3.0), (0, 2.0)])
+def test_one_token_attends_to_those_up_to_it(n, g, window, cap):
     """Against float64; what lies behind the position would be seen in the result."""
+    mask = Mask(window=window, cap=cap)
     for position, t in ((0, 8), (7, 8), (5, 300), (299, 300), (100, 600)):
         packed = torch.randn(1, 2, (n + 2 * g) * 32)
         q, k, v = (x.unflatten(-1, (-1, 32)) for x in packed.split([n * 32, g * 32, g * 32], -1))

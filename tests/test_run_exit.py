@@ -49,7 +49,7 @@ def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: s
             0,
             "raises",
             "rank 0 tp0 pp0 cp0 dp0 failed first: ValueError: a bug",
-            "(in on_rank > train_or_evaluate",
+            "(in run_joined > train_or_evaluate",
         ),
         (1, "hangs", "rank 0 was the first to end, with exit code 1", "rank 1 still ran 1 s later"),
     ],
@@ -86,7 +86,7 @@ def test_the_first_failure_is_named(
     logs = [tmp_path / "runs/test" / name for name in ("log.txt", "log.1.txt")]
     texts = [log.read_text() if log.exists() else "" for log in logs]
     assert status["message"].removesuffix(")") in last and "lost a peer" not in status["message"]
-    place = "lost a peer in on_rank > train_or_evaluate > train > "
+    place = "lost a peer in run_joined > train_or_evaluate > train > "
     assert place in texts[1 if how == "raises" else 1 - rank]
     assert sum("Traceback" in text for text in texts) == (how == "raises")
 
