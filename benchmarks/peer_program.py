@@ -22,7 +22,7 @@ from nanomegatron.data.loader import BatchLoader
 from nanomegatron.faults.exit import BAD_CONFIG, DONE
 from nanomegatron.faults.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.report.steps import peak_memory, rates
+from nanomegatron.report.speed import peak_memory, speed_of
 from nanomegatron.report.timers import Clock
 from nanomegatron.report.writers import JsonLines
 
@@ -98,5 +98,5 @@ def record(config: Config, mesh: Mesh, iteration: int, clock: Clock, loss: torch
     padded = padded_vocab_size(data.vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     done = iteration * data.global_batch_size
     found = dict(iteration=iteration, consumed_samples=done, lm_loss=loss.item())
-    found |= rates(config, mesh, padded, Counter({data.seq_length: data.global_batch_size}), seconds)
+    found |= speed_of(config, mesh, padded, Counter({data.seq_length: data.global_batch_size}), seconds)
     return found | {"peak_mem_gib": peak_memory(mesh.device) / 2**30}

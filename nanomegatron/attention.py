@@ -70,10 +70,10 @@ class SelfAttention(nn.Module):
                 f"{n} query heads must be a multiple of tp {tp.size}, "
                 f"{g} key/value heads a multiple or a divisor of it"
             )
-        copies = max(tp.size // g, 1)
-        queries = n * self.head_dim
-        keys = g * self.head_dim
-        sizes = {"q": queries, "k": (keys, copies), "v": (keys, copies)}
+        copies = max(tp.size // g, 1)  # ranks that hold a key/value head
+        q_size = n * self.head_dim
+        kv_size = g * self.head_dim
+        sizes = {"q": (q_size, 1), "k": (kv_size, copies), "v": (kv_size, copies)}
         bias = not config.disable_bias_linear
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -84,14 +84,14 @@ class SelfAttention(nn.Module):
             sequence_parallel=config.sequence_parallel,
         )
         self.linear_proj = RowParallelLinear(
-            queries,
+            q_size,
             config.hidden_size,
             tp,
             init.at("linear_proj", scaled_std(config.init_method_std, config.num_layers)),
             bias=bias,
             sequence_parallel=config.sequence_parallel,
         )
-        self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
+        self.widths = [size * copies // tp.size for size, copies in sizes.values()]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
             self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
@@ -122,18 +122,18 @@ class SelfAttention(nn.Module):
             q = q * (scale * math.sqrt(self.head_dim))
         if cache is not None:
             k, v = cache(self.layer, k, v)
-        attend_rows = core_attention if cache is None else cache.attend
+        kernel = core_attention if cache is None else cache.attend
         mask = replace(self.mask, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
         fused = self.config.masked_softmax_fusion
 
-        def attend_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if batch.shard is not None:
                 return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
             p, drop = self._dropout(q, batch)
-            context, _ = attend_rows(q, k, v, self.backend, mask, p, drop, fused)
+            context, _ = kernel(q, k, v, self.backend, mask, p, drop, fused)
             return context
 
-        return recomputed(attend_heads, q, k, v, when=self.config.recomputes("core_attn"))
+        return recomputed(core, q, k, v, when=self.config.recomputes("core_attn"))
 
     def _queries_keys_values(
         self, packed: torch.Tensor, rotary: tuple | None

@@ -60,7 +60,8 @@ class Slice:
 
 def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
     """Return where each parameter begins in a flat tensor, and its length, a multiple of `multiple`."""
-    begins, end = [], 0
+    begins = []
+    end = 0
     for param in params:
         begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
         end = begins[-1] + param.numel()
@@ -78,10 +79,11 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
     A tied embedding, whose gradient is complete only at the end, gets its own list and delays no other. If
     two pipeline stages hold it, both thus shard it equally, so that they can sum the gradients of the shards.
     """
-    lists, full = [], True
+    lists = []
+    full = False
     for param in params:
         single = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
-        if full or single:
+        if not lists or full or single:
             lists.append([])
         lists[-1].append(param)
         full = single or sum(p.numel() for p in lists[-1]) >= size
@@ -129,7 +131,8 @@ class GatheredParams:
     note = ""  # for the banner
 
     def __init__(self, bucket: "Bucket") -> None:
-        self.whole = bucket.data = bucket.comm.zeros(bucket.size, bucket.dtype)
+        self.whole = bucket.comm.zeros(bucket.size, bucket.dtype)
+        bucket.data = self.whole
         self.shard = self.whole[bucket.shard]
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
@@ -160,7 +163,7 @@ class Bucket:
         params: list[nn.Parameter],
         axis: Axis,
         comm: ShardComm,
-        gathered: type,
+        gathered_class: type[GatheredParams],
         buckets: "ParamAndGradBuckets",
     ) -> None:
         self.params = params
@@ -175,9 +178,11 @@ class Bucket:
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
-        self.share = axis.size / buckets.grad_scale if buckets.op == "avg" else 1.0  # for experts not 1
-        self.gather: Pending | None = None
-        self.gathered = gathered(self)
+        self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that grad_scale multiplies
+        if buckets.op == "avg":
+            self.mean_factor = axis.size / buckets.grad_scale  # not 1 for experts
+        self.pending_gather: Pending | None = None
+        self.gathered = gathered_class(self)  # allocates `data`
         self._move_params()
         self.init_grads()
         self.start_step(1)
@@ -244,13 +249,13 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Begin to all-gather the shards, after each rank has updated its own."""
-        self.gather = self.comm.start_all_gather(self.gathered.whole)
+        self.pending_gather = self.comm.start_all_gather(self.gathered.whole)
 
     def wait_params(self, *_: object) -> None:
         """Wait for the gather, if one is in flight. Also a forward pre-hook of the modules that read it."""
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
+        if self.pending_gather is not None:
+            self.pending_gather.wait()
+            self.pending_gather = None
 
     def _slices(self) -> Iterator[Slice]:
         saver = self.shards.size > 1 or self.axis.rank == 0
@@ -329,6 +334,7 @@ class ParamAndGradBuckets:
             shards = Axis.single() if self.strategy == "no_shard" else axis
             kind = gathered(param, shards) if gathered else GatheredParams
             groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
+
         for (axis, shards, dtype, kind), params in groups.items():
             members = split_into_buckets(params, parallel.bucket_size(axis.size))
             gathered_bytes = kind.itemsize or dtype.itemsize
@@ -338,6 +344,7 @@ class ParamAndGradBuckets:
             comm = shard_comm(shards, params[0].device, size)
             self.comms.append(comm)
             self.all += [self.bucket_class(m, axis, comm, kind, self) for m in members]
+
         place = {param: i for i, param in enumerate(reversed(self.params))}
         self.all.sort(key=lambda bucket: place[bucket.params[-1]])
 
@@ -379,8 +386,8 @@ class ParamAndGradBuckets:
         """Wait for the sums in flight; a mean over dp x cp is made one of the sum over edp for experts."""
         for bucket, pending in self.in_flight:
             pending.wait()
-            if bucket.share != 1.0:
-                bucket.grad_shard.mul_(bucket.share)
+            if bucket.mean_factor != 1.0:
+                bucket.grad_shard.mul_(bucket.mean_factor)
         self.in_flight.clear()
 
     def finish_grad_sync(self) -> None:
@@ -394,7 +401,7 @@ class ParamAndGradBuckets:
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
-        if early := [p.spec.name for bucket in self.all if bucket.gather for p in bucket.params]:
+        if early := [p.spec.name for bucket in self.all if bucket.pending_gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
         self.start_reductions()
         self.finish_reductions()

@@ -13,7 +13,6 @@ A layer's other forms are functions that `build.py` sets in place of the core's:
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +135,9 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
-        run = partial(self.run, self, linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self.run(self, x, self.linear_fc1, self.linear_fc2)
+
         return recomputed(run, x, when=self.recompute)
 
 

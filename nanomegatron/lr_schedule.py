@@ -82,10 +82,10 @@ def schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     same and the decay is constant. Raises ValueError where `build.pick_schedules` has to pick others.
     """
     opt = config.optimizer
-    if (opt.decoupled_lr, opt.weight_decay_incr_style) != (
-        None,
-        "constant",
-    ) or opt.lr_decay_style not in STYLES:
+    rates_differ = opt.decoupled_lr is not None
+    decay_grows = opt.weight_decay_incr_style != "constant"
+    other_style = opt.lr_decay_style not in STYLES
+    if rates_differ or decay_grows or other_style:
         raise ValueError("these settings have schedules of variants/: give step_values build.pick_schedules")
     schedule = Schedule.from_config(config, samples_before)
     return [schedule.at, schedule.at, lambda samples: opt.weight_decay]
@@ -116,15 +116,15 @@ class LossScaler:
         self.good_in_a_row = torch.zeros((), device=device)
         self.hysteresis_left = self.hysteresis  # bad steps until the scale is halved
 
-    def update(self, finite: torch.Tensor) -> None:
-        """Adapt the scale to one step. finite `[]`: 1 or 0"""
+    def update(self, good: torch.Tensor) -> None:
+        """Adapt the scale to one step. good `[]`: 1 or 0"""
         if not self.dynamic:
             return
-        good = (self.good_in_a_row + 1) * finite
-        left = self.hysteresis_left - (1 - finite)
-        halve = (left <= 0) & (finite == 0)
-        double = good >= self.window
+        in_a_row = (self.good_in_a_row + 1) * good
+        left = self.hysteresis_left - (1 - good)
+        halve = (left <= 0) & (good == 0)
+        double = in_a_row >= self.window
         halved = (self.scale / 2).clamp(min=self.minimum)
         self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
         self.hysteresis_left = torch.where(double, self.hysteresis, left)
-        self.good_in_a_row = good * ~double
+        self.good_in_a_row = in_a_row * ~double

@@ -42,6 +42,21 @@ from nanomegatron.schedules import embedding_ranks, owners, placement
 P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
 
 
+class AxisObserver:
+    """Sees what this rank communicates. This one does nothing; that of a run is `report/traffic.py`.
+
+    Both methods return a context that is entered for the wait: on a GPU often of a stream, not of the host.
+    """
+
+    def start(self, axis: "Axis", kind: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """A communication of tensors `[...]` begins; kind: "all_reduce", "send", "receive", "barrier" ..."""
+        return nullcontext()
+
+    def wait(self) -> AbstractContextManager:
+        """The host is about to wait for the device, thus for any communication."""
+        return nullcontext()
+
+
 @dataclass(frozen=True)
 class Axis:
     """This rank's group along one direction of the mesh; `group` is None if the axis has one rank."""
@@ -51,7 +66,7 @@ class Axis:
     rank: int  # index of this rank in `ranks`
     ranks: tuple[int, ...]  # world ranks
     group: Any = field(default=None, compare=False, repr=False)
-    observer: "AxisObserver" = field(default_factory=lambda: AxisObserver(), compare=False, repr=False)
+    observer: AxisObserver = field(default_factory=AxisObserver, compare=False, repr=False)
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)  # see `neighbours`
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
@@ -62,9 +77,11 @@ class Axis:
 
     def neighbours(self, size: int) -> "Axis":
         """Return this rank's subgroup of `size` neighbours. Raises ValueError if `part_sizes` lacks it."""
-        if size != self.size and size not in self.parts:
+        if size == self.size:
+            return self
+        if size not in self.parts:
             raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
-        return self.parts.get(size, self)
+        return self.parts[size]
 
     @staticmethod
     def single(name: str = "single") -> "Axis":
@@ -108,27 +125,15 @@ def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[t
 
     On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
     """
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    inner = parallel.hierarchical_context_parallel_sizes[:1]
-    heads = [n for n in range(2, tp) if num_query_groups is None or n == tp // num_query_groups]
-    packs = [n for n in range(1, cp) if parallel.dynamic_context_parallel or n in inner]
-    sizes = [("tp", n) for n in heads if tp % n == 0]
-    return sizes + [("cp", n) for n in packs if cp % n == 0]
-
-
-class AxisObserver:
-    """Sees what this rank communicates. This one does nothing; that of a run is `report/traffic.py`.
-
-    Both methods return a context that is entered for the wait: on a GPU often of a stream, not of the host.
-    """
-
-    def start(self, axis: Axis, kind: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
-        """A communication of tensors `[...]` begins; kind: "all_reduce", "send", "receive", "barrier" ..."""
-        return nullcontext()
-
-    def wait(self) -> AbstractContextManager:
-        """The host is about to wait for the device, thus for any communication."""
-        return nullcontext()
+    tp = parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    shares_of_head = [n for n in range(2, tp) if tp % n == 0]
+    if num_query_groups is not None:
+        shares_of_head = [n for n in shares_of_head if n == tp // num_query_groups]
+    packs = [n for n in range(1, cp) if cp % n == 0]
+    if not parallel.dynamic_context_parallel:
+        packs = [n for n in packs if n in parallel.hierarchical_context_parallel_sizes[:1]]
+    return [("tp", n) for n in shares_of_head] + [("cp", n) for n in packs]
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class Optimizer:
         loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
         `Scales.end_step`: call that first. Communicates the norm over all ranks, and the parameters.
         """
-        squares = self._over_parts(self._grads())
+        squares = self._squares(self._grads())
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
         if self.checks_states:
             total = total.masked_fill(self.not_finite(), math.nan)
@@ -238,11 +238,11 @@ class Optimizer:
     def _grads(self) -> list[torch.Tensor]:
         return [shard.bucket.grad_shard for shard in self.shards]
 
-    def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
-        """Sums of squares, or numbers of zeros, of this rank's parts -> fp64 `[parts]`"""
+    def _squares(self, flat: list[torch.Tensor]) -> torch.Tensor:
+        """Sums of squares of this rank's parts of the flat tensors `[size/ranks]` -> fp64 `[parts]`"""
         pairs = zip(flat, self.segments, strict=True)
-        each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
-        return torch.cat([sums.to(self.counted.device) for sums in each])
+        each = [sums_of_squares(x, at.on(x.device), count=False)[0] for x, at in pairs]
+        return torch.cat([squares.to(self.counted.device) for squares in each])
 
     def _norm(self, total: torch.Tensor) -> torch.Tensor:
         return all_reduce_(total, self.buckets.world).sqrt()
@@ -255,14 +255,15 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """Norm of the summed gradients, as `step` finds it -> `[]`. All-reduces one number over all ranks."""
-        total = (self._over_parts(self._grads()) * self.counted).sum()
+        total = (self._squares(self._grads()) * self.counted).sum()
         return (self._norm(total) / self.scaler.scale).float()
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
-        return self._norm((self._over_parts([shard.main for shard in self.shards]) * self.counted).sum())
+        return self._norm((self._squares([shard.main for shard in self.shards]) * self.counted).sum())
 
     def num_zeros(self) -> torch.Tensor:
         """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
-        zeros = (self._over_parts(self._grads(), zeros=True) * self.counted).sum().long()
-        return all_reduce_(zeros, self.buckets.world)
+        pairs = zip(self._grads(), self.segments, strict=True)
+        zeros = torch.cat([sums_of_squares(x, at)[1] for x, at in pairs])
+        return all_reduce_((zeros * self.counted).sum().long(), self.buckets.world)

@@ -45,15 +45,15 @@ class RecomputeFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads: list[list] = [[] for _ in ctx.shapes]
         leaf = torch.empty(0, requires_grad=True)
-        with torch.enable_grad(), _generator(grad.device, ctx.random):
+        with torch.enable_grad(), rng_state(grad.device, ctx.random):
             inputs = []
-            for i, x in enumerate(ctx.saved_tensors):
-                x = all_gather(x.detach(), ctx.spread).view(ctx.shapes[i])
-                needed = ctx.needs_input_grad[3 + i]
-                inputs.append(CaptureInputGrad.apply(x, leaf if needed else None, grads[i]))
+            needs_grad = ctx.needs_input_grad[3:]
+            for x, shape, needed, found in zip(ctx.saved_tensors, ctx.shapes, needs_grad, grads, strict=True):
+                x = all_gather(x.detach(), ctx.spread).view(shape)
+                inputs.append(CaptureInputGrad.apply(x, leaf if needed else None, found))
             output = ctx.run(*inputs)
         torch.autograd.backward(output, grad)
-        return None, None, None, *(next(iter(found), None) for found in grads)
+        return None, None, None, *(found[0] if found else None for found in grads)
 
 
 class CaptureInputGrad(torch.autograd.Function):
@@ -91,7 +91,7 @@ def recomputed(
 
 
 @contextmanager
-def _generator(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+def rng_state(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
     """Context manager: inside, the device's CUDA RNG is in `state` (None: as it is); then it is restored."""
     if state is None:
         yield

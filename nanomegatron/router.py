@@ -67,7 +67,7 @@ class GateFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
-        if dtype == torch.float32 != x.dtype:
+        if dtype == torch.float32 and x.dtype != torch.float32:
             return mm_in_fp32(x, weight.t())
         y = x.to(dtype) @ weight.to(dtype).t()
         return y.float() if dtype == torch.float64 else y  # the gradient, too, has this dtype
@@ -76,12 +76,8 @@ class GateFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
-        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:  # as a sum of three bf16 parts
-            summands = []
-            for _ in range(3):
-                summands.append(grad.bfloat16())
-                grad = grad - summands[-1]
-            parts = torch.cat(summands, dim=1)
+        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:
+            parts = as_bf16_sum(grad)
 
             def write_sum(out: torch.Tensor, beta: int) -> None:
                 add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
@@ -155,6 +151,18 @@ def z_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch
     """Sum logsumexp(logits)^2 over this rank's tokens; as `aux_loss`. scores `[t, E]` are unused -> `[]`"""
     squares = output.logits.logsumexp(-1, keepdim=True).square()
     return (squares if output.token_mask is None else squares * output.token_mask).sum()
+
+
+def as_bf16_sum(grad: torch.Tensor) -> torch.Tensor:
+    """Split fp32 grad `[t, E]` in three bf16 parts that add up to it, to multiply it at bf16's speed.
+
+    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. -> bf16 `[t, 3*E]`
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(grad.bfloat16())
+        grad = grad - parts[-1]
+    return torch.cat(parts, dim=1)
 
 
 class LossFunction(torch.autograd.Function):

@@ -79,4 +79,4 @@ class Zero2Buckets(ParamAndGradBuckets):
         """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
         while len(self.in_flight) > left and self.in_flight[0][0].done <= microbatches:
             bucket, pending = self.in_flight.pop(0)
-            bucket.grad_shard.add_(pending.wait(), alpha=bucket.share)
+            bucket.grad_shard.add_(pending.wait(), alpha=bucket.mean_factor)

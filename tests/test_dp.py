@@ -152,7 +152,7 @@ def record(mesh, flags):
 
     def note(module, args, result):
         result.register_hook(lambda grad: reductions.append(calls()))
-        pending.append([bucket.gather is not None for bucket in buckets.all])
+        pending.append([bucket.pending_gather is not None for bucket in buckets.all])
 
     order = []
     for i, bucket in enumerate(buckets.all):

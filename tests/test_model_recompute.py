@@ -16,7 +16,7 @@ from nanomegatron.layers import MLP, run_mlp
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import _generator, recomputed
+from nanomegatron.recompute import rng_state, recomputed
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
@@ -160,7 +160,7 @@ def test_random_numbers_are_drawn_again_and_then_go_on(monkeypatch):
     first, _, third = (torch.rand(4) for _ in range(3))
     torch.set_rng_state(state)
     torch.rand(8)
-    with _generator(torch.device("cpu"), state):
+    with rng_state(torch.device("cpu"), state):
         assert torch.equal(torch.rand(4), first)
     assert torch.equal(torch.rand(4), third)
 

@@ -377,9 +377,9 @@ def save_at_once(world: World, argv: list[str], folder: str) -> None:
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"), observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
-    assert all(bucket.gather for bucket in run.buckets.all)
+    assert all(bucket.pending_gather for bucket in run.buckets.all)
     save_checkpoint(run)
-    assert not any(bucket.gather for bucket in run.buckets.all)
+    assert not any(bucket.pending_gather for bucket in run.buckets.all)
 
 
 def test_save_waits_for_parameters(corpus, tmp_path):

@@ -6,9 +6,7 @@ step t            the copy has arrived: observers look at it, then it is logged 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,8 @@ from typing import Any
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Mesh
-from nanomegatron.plan.flops import CONVENTIONS, flops_per_iteration, mfu
-from nanomegatron.plan.gpus import device_peak
-from nanomegatron.report.banner import local_ranks
 from nanomegatron.report.energy import Energy, open_meter
+from nanomegatron.report.speed import machine_gpus, peak_memory, speed_of
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 from nanomegatron.report.traffic import Traffic, ledger
@@ -193,13 +187,14 @@ class Reporter(Observer):
         if not good:
             found["next_lr"] = found["lr"]  # a bad step holds the schedule
         vocab = self.run.model[0].padded_vocab_size
+        speed = speed_of(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3)
         peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
         return {
             "iteration": batch.iteration,
             "consumed_samples": batch.end,
             "global_batch_size": batch.size,
             **found,
-            **rates(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3),
+            **speed,
             **self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0),
             "skipped": int(not good),
             "skipped_samples": self.run.progress.skipped_samples,
@@ -209,46 +204,3 @@ class Reporter(Observer):
     def end(self) -> None:
         if energy := self.energy.summary():
             self.log.line(f"energy  {energy}")
-
-
-def rates(
-    config: Config, mesh: Mesh, padded_vocab_size: int, lengths: Counter[int], seconds: float
-) -> dict[str, float | None]:
-    """Return the speed of a step of `seconds` with these sequence lengths, in every unit that is logged."""
-    model, world = config.model, mesh.world.size
-    peak = None
-    if mesh.device.type == "cuda":
-        peak = device_peak(torch.cuda.get_device_name(mesh.device), config.dtype_name)
-    flops = {
-        c: sum(flops_per_iteration(model, padded_vocab_size, length, n, c) for length, n in lengths.items())
-        for c in CONVENTIONS
-    }
-    headline, *others = (flop / seconds / world / 1e12 for flop in flops.values())
-    result = {
-        "step_time_ms": 1e3 * seconds,
-        "tokens_per_s": sum(length * n for length, n in lengths.items()) / seconds,
-        "tflops_per_gpu": headline,
-        "mfu": mfu(flops[CONVENTIONS[0]], seconds, world, peak),
-    }
-    if config.run.log_throughput:
-        result |= {f"tflops_per_gpu_{c}": x for c, x in zip(CONVENTIONS[1:], others, strict=True)}
-    return result
-
-
-def machine_gpus(mesh: Mesh) -> list[str]:
-    """Return the UUIDs of the GPUs of this machine's ranks, as far as this rank sees them; [] on a CPU."""
-    if mesh.device.type != "cuda":
-        return []
-    seen = min(local_ranks(mesh.world.size), torch.cuda.device_count())  # it may see only its own
-    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(seen)]
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of the allocator on a GPU, of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    with suppress(ImportError):  # only on Unix
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return 0

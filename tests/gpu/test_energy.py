@@ -10,7 +10,7 @@ from nanomegatron.faults.exit import DONE
 from nanomegatron.mesh import Mesh
 from nanomegatron.report import plots
 from nanomegatron.report.energy import ENERGY_KEYS, LEAST, Meter
-from nanomegatron.report.steps import machine_gpus
+from nanomegatron.report.speed import machine_gpus
 from nanomegatron.report.writers import read_jsonl
 
 CUDA = torch.device("cuda", 0)

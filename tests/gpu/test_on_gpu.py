@@ -17,7 +17,8 @@ from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.report.log import RunLog
-from nanomegatron.report.steps import Reporter, peak_memory
+from nanomegatron.report.speed import peak_memory
+from nanomegatron.report.steps import Reporter
 from nanomegatron.report.traffic import Traffic
 from nanomegatron.tp import ColumnParallelLinear
 from tests.training import numbers_of
