@@ -244,7 +244,7 @@ class WeightGradStore:
     def __init__(self, beside_nccl: bool = False) -> None:
         """beside_nccl: defer only work that can run beside NCCL's kernels."""
         self.queue: list[tuple[nn.Parameter, Write]] | None = None
-        self.beside_nccl = beside_nccl
+        self.only_beside_nccl = beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
@@ -272,7 +272,7 @@ def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
     store = getattr(param, "wgrad_store", None)
     if store is None or store.queue is None or param.dim() == 1:
         return False
-    return beside_nccl or not store.beside_nccl
+    return beside_nccl or not store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

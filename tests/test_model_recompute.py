@@ -16,7 +16,7 @@ from nanomegatron.layers import MLP, run_mlp
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import rng_state, recomputed
+from nanomegatron.recompute import recomputed, rng_state
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
