@@ -19,7 +19,7 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2556          102            136      31      28      29
-commands            1075           40             77      26      11      21
+commands            1004           36             70      26      11      21
 config              2389          112            137      10      45      49
 core                2909            3             96      19       7      27
 data                1735           70             85      21      15       9
@@ -30,7 +30,7 @@ launch               251            1             10       0       2       5
 ops                 1606           84            145      73       2      21
 plan                1217           94            106      13       7      27
 programs             611           10             31       0      10       6
-report              1781           63             76       6      12      20
+report              1712           62             72       5      12      20
 variants             214            2              3       0       0       2
 """
 

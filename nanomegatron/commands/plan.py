@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse
@@ -44,7 +43,6 @@ from nanomegatron.plan.search import (
     usual_batch,
 )
 from nanomegatron.plan.step_time import stage_times, step_time, timeline
-from nanomegatron.report.plan_draw import draw_plan
 from nanomegatron.report.schedule_draw import text_rows
 from nanomegatron.schedules import simulate
 
@@ -56,7 +54,6 @@ HEADS = (
     f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
 )
 LAYOUTS_SHOWN = 5  # layouts that fit, and half as many that do not
-PICTURES = (".png", ".svg", ".pdf")
 GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB of GPUs that there are
 
 
@@ -64,18 +61,12 @@ def main(argv: list[str]) -> int:
     """Print the plan of a command line; returns the exit code."""
     args, flags = arguments(argv)
     try:
-        if args.calibrate:
-            importlib.import_module("nanomegatron.commands.calibrate").calibrate(args.calibrate)  # has torch
-            return 0
         card, gib = known_gpu(args.gpu) if args.gpu_memory is None else ("a GPU", args.gpu_memory)
         numbers = {name: getattr(args, name) for name in ("gpus", "simulate", "nodes_of", "gpu_memory")}
         if wrong := [spelled(name, n) for name, n in numbers.items() if n is not None and n <= 0]:
             raise ValueError(f"{' '.join(wrong)}: must be greater than 0")
         if args.gpus and args.simulate:
             raise ValueError("--gpus searches layouts, --simulate plans one: give one of them")
-        if args.plot and not (args.gpus and args.plot.suffix in PICTURES and args.plot.parent.is_dir()):
-            kinds = f"a file {', '.join(PICTURES)} in a folder that exists"
-            raise ValueError(f"--plot {args.plot}: draws the layouts of --gpus into {kinds}")
         parsed = parse(flags)
         cluster = chosen_cluster(args, gib) if args.gpus or args.simulate else None
         if cluster is not None and args.gpus:
@@ -116,13 +107,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu-memory", type=float, metavar="GB", help="memory of each GPU, instead of --gpu")
     add("--cluster", metavar="FILE", help="rates of GPUs and links, instead of --gpu (TOML)")
     add("--nodes-of", type=int, metavar="N", help="GPUs of a machine; default 8")
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="measure this machine for two minutes: a --cluster FILE",
-    )
-    add("--plot", type=Path, metavar="FILE", help="draw memory and time of the best layouts (PNG, SVG, PDF)")
     return parser.parse_known_args(argv)
 
 
@@ -190,14 +174,6 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         show(*(lost_row(c, c, found.room) for c in lost))
         need = f"{6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
         print(f"no fit  weights and gradients alone take {need}; take more GPUs, or larger ones")
-    if args.plot and not (best or lost):
-        print(f"note    --plot {args.plot}: nothing to draw, no layout comes near to fitting")
-    elif args.plot:
-        title = (
-            f"{parsed.preset or 'Layouts'} on {args.gpus} x {cluster.gpu}, sequence length {data.seq_length}"
-        )
-        draw_plan([*best, *lost], cluster.gpu, cluster.memory_gb, title, args.plot)
-        print(f"plot    {args.plot}")
     return 0 if best else 1
 
 

@@ -7,7 +7,7 @@
     collective over n ranks   bytes * (n - 1) / n / bandwidth + (n - 1) * latency   (ring; alpha-beta model)
 
 Rates are those that training reaches, where power sets the clock, not those of one matmul by itself. Files:
-presets/clusters/*.toml, or one that `nanomegatron plan --calibrate` has written.
+presets/clusters/*.toml, or one that `tools/calibrate.py` has written.
 (Ring collectives: Thakur et al., 2005; tile quantization: NVIDIA's matmul background guide)
 """
 

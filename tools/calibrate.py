@@ -1,4 +1,6 @@
-"""`nanomegatron plan --calibrate FILE`: measure this machine, and write a cluster for the planner.
+"""Measure this machine, and write a cluster for the planner: `python tools/calibrate.py FILE.toml`.
+
+Then `nanomegatron plan --cluster FILE.toml` plans for it.
 
 Measured on one GPU, in less than two minutes: matmuls in bf16 and in FP8, attention, copies, and copies to
 the next GPU if there is one. Each runs for a while before it is timed, so that the clock is that of the power
@@ -6,6 +8,8 @@ limit. The network, and what a machine lacks, keep the values of the nearest clu
 the same is measured with small sizes, which says little about training on GPUs.
 """
 
+import argparse
+import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -24,7 +28,7 @@ WARM_SECONDS = 1.0  # that a kernel runs before it is timed, and again while it 
 def calibrate(path: Path) -> None:
     """Measure, and write `path`. Raises ValueError if it does not end in .toml or exists."""
     if path.suffix != ".toml" or path.exists():
-        raise ValueError(f"--calibrate {path}: must be a new file whose name ends in .toml")
+        raise ValueError(f"{path}: must be a new file whose name ends in .toml")
     gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else "cpu"
     base = CLUSTERS / f"{cluster_of(name).name}.toml"
@@ -93,3 +97,19 @@ def as_toml(values: dict, first: str) -> str:
         if isinstance(value, dict)
     ]
     return "\n".join([first, *plain, *tables, ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and write the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="the cluster's file, new, .toml")
+    try:
+        calibrate(parser.parse_args(argv).file)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
