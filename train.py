@@ -18,17 +18,14 @@ SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and eva
 An error in a log, the sample or a picture does not end the run (RunLog.attempt in report/log.py).
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 
-from nanomegatron.config.early import early_answer
+from nanomegatron.config.early import answer_without_torch
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the import of torch would swallow a KeyboardInterrupt
-if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not None:
-    sys.exit(answered)  # without the time to import torch
+if __name__ == "__main__":
+    answer_without_torch(sys.argv[1:])
 
 import torch
 

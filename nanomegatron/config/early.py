@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -44,6 +45,15 @@ def early_answer(argv: list[str]) -> int | None:
     except BrokenPipeError:  # the reader has read enough, as `head` does; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if text else None
+
+
+def answer_without_torch(argv: list[str]) -> None:
+    """Exit with the `early_answer`, if there is one; else let Ctrl-C end the import of torch that follows."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the import would swallow a KeyboardInterrupt
+    answered = early_answer(argv)
+    if answered is not None:
+        sys.exit(answered)
 
 
 def missing_load(config: Config) -> str:
