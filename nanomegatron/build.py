@@ -2,11 +2,12 @@
 
 Tests: tests/test_layouts.py. Page: docs/architecture.md.
 
-    config, mesh -> PeerAccess -> Paths, and why        paths_for
-    config, mesh -> ModelChunks of GPTModels            build
-    model, Paths -> model with these paths              install, before its parameters go into buckets
-    model, Paths -> ParamAndGradBuckets, Optimizer      build_optimizer
-    config -> what cuts batches over cp                 batch_sharding
+    config, mesh -> ModelChunks of GPTModels, variants and FP8 layers among them     build
+    config, mesh -> Paths, the fast paths                                            paths_for
+    model, Paths -> model with these paths, before its parameters go into buckets    install
+    model, Paths -> ParamAndGradBuckets, Optimizer                                   build_optimizer
+    config, Paths -> what runs forwards and backwards                                build_executor
+    config -> what cuts batches over cp                                              batch_sharding
 
 A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that
 uses it; the default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
@@ -80,6 +81,125 @@ LR_STYLES = {"inverse-square-root": InverseSquareRoot, "WSD": WarmupStableDecay}
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
 
 
+def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> ModelChunks:
+    """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
+    parallel = config.parallel
+    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
+    chunks: list[GPTModel] = []
+    for stage in placed[mesh.pp.rank]:
+        spec = stage_spec(config, mesh, stage, padded_vocab_size, chunks)
+        chunk = GPTModel(
+            config.model,
+            vocab_size=vocab_size,
+            max_sequence_length=config.model.max_position_embeddings,
+            padded_vocab_size=padded_vocab_size,
+            init=init,
+            stage=spec,
+        )
+        pick_variants(chunk, mesh.cp)
+        chunks.append(chunk)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    stages = ModelChunks(chunks, mesh, parallel.schedule, group)
+    if config.precision.fp8_layers(config.model.num_layers):
+        quantize(stages, config, mesh, init.device)
+    return stages
+
+
+def stage_spec(
+    config: Config, mesh: Mesh, stage: int, padded_vocab_size: int, before: list[GPTModel]
+) -> StageSpec:
+    """Return what a stage has: its layers, and whether it begins or ends the model.
+
+    before: this rank's chunks of earlier stages; with one the last stage may share its word embeddings.
+    """
+    layers = stage_layers(config, padded_vocab_size)
+    last = stage == len(layers) - 1
+    words = None
+    if last and before and before[0].embedding is not None:
+        words = before[0].embedding.word_embeddings.weight
+    return StageSpec(layers[stage], stage == 0, last, mesh, words)
+
+
+def quantize(stages: ModelChunks, config: Config, mesh: Mesh, device: torch.device) -> None:
+    """Make layers multiply in FP8: those of --fp8-format, and with --fp8-output-proj the output layer."""
+    precision = config.precision
+    layers = precision.fp8_layers(config.model.num_layers)
+    stages.scales = Scales(recipe_of(precision), device, (mesh.tp, mesh.dp_cp))
+    for chunk in stages:
+        quantize_layers(chunk, stages.scales, layers)
+        head = chunk.output_layer
+        if precision.fp8_output_proj and head is not None:
+            use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
+
+
+def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
+    """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
+    for layer in [layer for layer in model.layers if layer.layer in layers]:
+        for linear in layer.modules():
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                use_fp8(linear, scales.add_layer(linear.weight.spec.name))
+            elif isinstance(linear, GroupedExperts):
+                quantize_experts(linear, scales)
+
+
+def pick_variants(model: nn.Module, cp: Axis) -> None:
+    """Set on a new model, before its weights are loaded, what its config asks for of variants/."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            pick_router(module)
+        elif isinstance(module, SelfAttention):
+            pick_attention(module, cp)
+        elif isinstance(module, OutputLayer):
+            module.has_variants = True
+            if module.config.final_logit_softcapping:
+                module.compute_logits = capped_logits
+
+
+def pick_attention(attention: SelfAttention, cp: Axis) -> None:
+    """Set what attention does otherwise than the core: bounds, ranks of cp, norms of queries and keys."""
+    config = attention.config
+    attention.has_variants = True
+    attention.mask = replace(attention.mask, cap=config.attn_logit_softcapping)
+    attention.context = attention_over_cp(context_attention, attention.mask, cp)
+    if config.qk_layernorm_all_heads:
+        attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
+        attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
+
+
+def attention_over_cp(context: Callable, mask: Mask, cp: Axis) -> Callable:
+    """Return `SelfAttention.context` of a layer with this mask: `context`, or what takes its place."""
+    if mask.cap:
+        return capped_attention
+    if mask.window is not None:
+        context = windowed_attention
+    if cp.levels:
+        context = TwoLevels(context)
+    return context
+
+
+def pick_router(router: Router) -> None:
+    """Set what a router does otherwise than the core: logits, a choice of experts, drops, losses."""
+    config = router.config
+    router.has_variants = True
+    if config.moe_input_jitter_eps:
+        router.compute_logits = jittered_logits
+    if config.moe_router_force_load_balancing:
+        router.compute_logits = partial(random_logits, compute_logits=router.compute_logits)
+    if config.moe_router_group_topk:
+        router.best_experts = best_of_groups
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        router.choose_experts = sinkhorn_routing
+    if config.moe_expert_capacity_factor:
+        router.drop = drop
+    if "global_aux_loss" in router.losses:
+        add_global_counts(router)
+    router.loss_functions = {
+        **router.loss_functions,
+        "seq_aux_loss": seq_aux_loss,
+        "global_aux_loss": global_aux_loss,
+    }
+
+
 @dataclass(frozen=True)
 class Paths:
     """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
@@ -145,15 +265,6 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     return replace(paths, **{slot: path for slot, when, path in rows if when})
 
 
-def build_executor(
-    config: Config, paths: Paths, stages: ModelChunks, grads: ParamAndGradBuckets, say: Callable[[str], None]
-) -> Callable[..., None]:
-    """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
-    if not paths.graphs:
-        return execute
-    return paths.graphs(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
-
-
 def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     stages.decoder = paths.decoder
@@ -179,112 +290,6 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
     return stages
 
 
-def pick_variants(model: nn.Module, cp: Axis) -> None:
-    """Set on a new model, before its weights are loaded, what its config asks for of variants/."""
-    for module in model.modules():
-        if isinstance(module, Router):
-            pick_router(module)
-        elif isinstance(module, SelfAttention):
-            pick_attention(module, cp)
-        elif isinstance(module, OutputLayer):
-            module.has_variants = True
-            if module.config.final_logit_softcapping:
-                module.compute_logits = capped_logits
-
-
-def pick_attention(attention: SelfAttention, cp: Axis) -> None:
-    """Set what attention does otherwise than the core: bounds, ranks of cp, norms of queries and keys."""
-    config = attention.config
-    attention.has_variants = True
-    attention.mask = replace(attention.mask, cap=config.attn_logit_softcapping)
-    attention.context = attention_over_cp(context_attention, attention.mask, cp)
-    if config.qk_layernorm_all_heads:
-        attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
-        attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
-
-
-def pick_router(router: Router) -> None:
-    """Set what a router does otherwise than the core: logits, a choice of experts, drops, losses."""
-    config = router.config
-    router.has_variants = True
-    if config.moe_input_jitter_eps:
-        router.compute_logits = jittered_logits
-    if config.moe_router_force_load_balancing:
-        router.compute_logits = partial(random_logits, compute_logits=router.compute_logits)
-    if config.moe_router_group_topk:
-        router.best_experts = best_of_groups
-    if "sinkhorn" in config.moe_router_load_balancing_type:
-        router.choose_experts = sinkhorn_routing
-    if config.moe_expert_capacity_factor:
-        router.drop = drop
-    if "global_aux_loss" in router.losses:
-        add_global_counts(router)
-    router.loss_functions = {
-        **router.loss_functions,
-        "seq_aux_loss": seq_aux_loss,
-        "global_aux_loss": global_aux_loss,
-    }
-
-
-def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> ModelChunks:
-    """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
-    parallel = config.parallel
-    layers = stage_layers(config, padded_vocab_size)
-    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
-    chunks: list[GPTModel] = []
-    for stage in placed[mesh.pp.rank]:
-        last = stage == len(layers) - 1
-        words = None
-        if last and chunks and chunks[0].embedding is not None:
-            words = chunks[0].embedding.word_embeddings.weight
-        chunks.append(
-            GPTModel(
-                config.model,
-                vocab_size=vocab_size,
-                max_sequence_length=config.model.max_position_embeddings,
-                padded_vocab_size=padded_vocab_size,
-                init=init,
-                stage=StageSpec(layers[stage], stage == 0, last, mesh, words),
-            )
-        )
-        pick_variants(chunks[-1], mesh.cp)
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    stages = ModelChunks(chunks, mesh, parallel.schedule, group)
-    fp8_layers = config.precision.fp8_layers(config.model.num_layers)
-    if fp8_layers:
-        stages.scales = Scales(recipe_of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
-        for chunk in chunks:
-            quantize_layers(chunk, stages.scales, fp8_layers)
-            head = chunk.output_layer
-            if config.precision.fp8_output_proj and head is not None:
-                use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
-    return stages
-
-
-def attention_over_cp(context: Callable, mask: Mask, cp: Axis) -> Callable:
-    """Return `SelfAttention.context` of a layer with this mask: `context`, or what takes its place."""
-    if mask.cap:
-        return capped_attention
-    if mask.window is not None:
-        context = windowed_attention
-    if cp.levels:
-        context = TwoLevels(context)
-    return context
-
-
-def batch_sharding(config: Config) -> Callable[..., Batch]:
-    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`"""
-    types = config.parallel.cp_types(config.model.num_layers)
-    if config.data.reset_attention_mask or config.data.variable_seq_lengths:
-        return partial(shard_documents, types=types)
-    return partial(shard_batch, types=types)
-
-
-def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
-    """Return the class of buckets for --data-parallel-sharding-strategy."""
-    return BUCKETS.get(parallel.sharding, ParamAndGradBuckets)
-
-
 def build_optimizer(
     model: nn.Module, config: Config, mesh: Mesh, lr_table: list[list[float]], paths: Paths
 ) -> tuple[ParamAndGradBuckets, Optimizer]:
@@ -300,6 +305,11 @@ def build_optimizer(
         for shard in optimizer.shards:
             decay_by_rates(shard)
     return buckets, optimizer
+
+
+def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
+    """Return the class of buckets for --data-parallel-sharding-strategy."""
+    return BUCKETS.get(parallel.sharding, ParamAndGradBuckets)
 
 
 def build_schedule(config: Config, samples_before: Sequence[int]) -> Schedule:
@@ -318,11 +328,18 @@ def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     return [schedule.at, vocabulary.at, lambda samples: optimizer.weight_decay]
 
 
-def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
-    """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
-    for layer in [layer for layer in model.layers if layer.layer in layers]:
-        for linear in layer.modules():
-            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                use_fp8(linear, scales.add_layer(linear.weight.spec.name))
-            elif isinstance(linear, GroupedExperts):
-                quantize_experts(linear, scales)
+def build_executor(
+    config: Config, paths: Paths, stages: ModelChunks, grads: ParamAndGradBuckets, say: Callable[[str], None]
+) -> Callable[..., None]:
+    """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
+    if not paths.graphs:
+        return execute
+    return paths.graphs(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
+
+
+def batch_sharding(config: Config) -> Callable[..., Batch]:
+    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`"""
+    types = config.parallel.cp_types(config.model.num_layers)
+    if config.data.reset_attention_mask or config.data.variable_seq_lengths:
+        return partial(shard_documents, types=types)
+    return partial(shard_batch, types=types)

@@ -9,8 +9,16 @@ as it is ("rowwise"), transposed ("columnwise"), or both:
     y  [t, o] = x.rowwise W.rowwise^T                  dx [t, i] = g.rowwise W.columnwise^T
     dW [o, i] = g.columnwise x.columnwise^T
 
-x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. A
-scale is limit / amax: amax the largest |x|, limit = the format's largest value / 2^margin.
+x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. The
+way of a tensor in the simplest recipe, tensorwise (`Tensorwise.cast`):
+
+    amax = the largest |x|, over tp where x is split    tensor_amax
+    scale = limit / amax                                fp8_scale; limit: the format's largest / 2^margin
+    q = fp8(x * scale), and 1 / scale                   cast_to_amax -> Quantized: both copies
+    y = q_x q_W^T / (scale_x scale_W)                   fp8_matmul
+
+The others differ in what has a scale, and from which amax (the recipe named rowwise scales rows; a rowwise
+copy is what each recipe makes):
 
     recipe      a scale for each   amax                      agreed over     when            W is cast
     delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
@@ -82,12 +90,26 @@ class Quantized(NamedTuple):
         return self.rowwise if self.columnwise is None else self.columnwise
 
 
+def tensor_amax(x: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """The largest |x| of x `[m, k]` and of its other parts on the ranks of `axis` -> fp32 `[]`"""
+    amax = x.new_zeros((), dtype=torch.float32)
+    fp8_amax(x, amax)
+    return all_reduce_amax_(amax, [axis] if axis else ())
+
+
 def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
     """Max-reduce amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, becomes inf."""
     for axis in axes:
         if axis.size > 1:
             all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
     return amax
+
+
+def cast_to_amax(recipe: "Recipe", x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
+    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
+    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
+    output = Fp8Output(recipe.dtype(role), scale, None, copies)
+    return Quantized.with_scale(output.cast(x), inverse)
 
 
 @dataclass(frozen=True)
@@ -136,6 +158,14 @@ class Recipe:
         """Compute the scales of the next step, if they are known before it."""
 
 
+class Tensorwise(Recipe):
+    """A scale for each tensor from its own amax: a pass before the cast, and one number over `axis`."""
+
+    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
+        """Read x for its amax, then again to cast it."""
+        return cast_to_amax(self, x, role, copies, tensor_amax(x, axis))
+
+
 class Delayed(Recipe):
     """A scale for each tensor from the amaxes of earlier steps, the same on all ranks of `Scales.axes`.
 
@@ -162,14 +192,6 @@ class Delayed(Recipe):
         fp8_update(scales.history, scales.scale, torch.empty_like(scales.scale), scales.limits, most_recent)
         scales.update_inverses()
         scales.no_history_yet = False
-
-
-class Tensorwise(Recipe):
-    """A scale for each tensor from its own amax: a pass before the cast, and one number over `axis`."""
-
-    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
-        """Read x for its amax, then again to cast it."""
-        return cast_to_amax(self, x, role, copies, tensor_amax(x, axis))
 
 
 class Rowwise(Recipe):
@@ -211,7 +233,7 @@ class Blockwise(Recipe):
         return fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
 
 
-RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
+RECIPES = {"tensorwise": Tensorwise, "delayed": Delayed, "rowwise": Rowwise, "blockwise": Blockwise}
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe:
@@ -224,20 +246,6 @@ def recipe_of(config: PrecisionConfig) -> Recipe:
         wgrad=config.fp8_wgrad,
         gather=config.fp8_param_gather,
     )
-
-
-def tensor_amax(x: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """The largest |x| of x `[m, k]` and of its other parts on the ranks of `axis` -> fp32 `[]`"""
-    amax = x.new_zeros((), dtype=torch.float32)
-    fp8_amax(x, amax)
-    return all_reduce_amax_(amax, [axis] if axis else ())
-
-
-def cast_to_amax(recipe: Recipe, x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
-    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
-    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
-    output = Fp8Output(recipe.dtype(role), scale, None, copies)
-    return Quantized.with_scale(output.cast(x), inverse)
 
 
 class Scales:

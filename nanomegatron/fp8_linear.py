@@ -10,9 +10,15 @@ Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
     dy --- cast ---> g rowwise [t, o] --------------'                            dx = dy W
        `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
 
-Under sequence parallelism ("gather", "scatter") only the rowwise copy is cast; its bytes, half of
-bf16's, are gathered and then transposed (`Recipe.transposed`). "gather" saves its shard of rows and
-gathers it again in the backward. Without FP8 weight gradients x is saved in 16 bits. A tensor with one scale
+What is gathered is cast before, rowwise, and transposed behind (`Recipe.transposed`): half of bf16's bytes.
+
+    comm         copies of x    saved            forward                  backward
+    "copy"       both           x columnwise     -                        all-reduce dx
+    "gather"     rowwise        x rowwise        gather x rowwise         gather x rowwise, reduce-scatter dx
+    "sum"        both           x columnwise     all-reduce y             -
+    "scatter"    both           x columnwise     reduce-scatter y         gather g rowwise
+
+Without FP8 weight gradients x is saved in 16 bits, and rowwise is all that is cast. A tensor with one scale
 has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe agrees on it, and when).
 With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
@@ -164,33 +170,38 @@ class Fp8LinearFunction(torch.autograd.Function):
         comm = ctx.comm
         fp8 = ctx.fp8
         saved = ctx.saved_tensors
-        g, g_columnwise = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
+        g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
+        g_columnwise = g.columnwise
         w = fp8.weight(weight, axis).columnwise
-        gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
-        gathered = None
-        if gathers_fp8_x and not is_deferred(weight):
-            gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
-        if comm == "gather":
-            reduced = fp8.matmuls.matmul_scatter(g, w, axis, ctx.dtype)
-        elif comm == "scatter":
-            dx, g = fp8.matmuls.gather_matmul(g, w, axis, ctx.dtype)
-            reduced = Pending(dx)
-            g_columnwise = fp8.recipe.wgrad and fp8.recipe.transposed(g, "g")
-        else:
-            reduced = start_input_grad_sum(fp8_matmul(g, w, ctx.dtype), axis, comm)
 
-        def write(out: torch.Tensor, beta: int) -> None:
-            if not fp8.recipe.wgrad:
-                x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
-                dy = all_gather(grad, axis) if comm == "scatter" else grad
-                return add_product(out, dy, x, beta)
+        x_gather = None
+        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
+            x_gather = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
+
+        if comm == "gather":
+            dx = fp8.matmuls.matmul_scatter(g.rowwise, w, axis, ctx.dtype)
+        elif comm == "scatter":
+            product, whole_g = fp8.matmuls.gather_matmul(g.rowwise, w, axis, ctx.dtype)
+            dx = Pending(product)
+            if fp8.recipe.wgrad:
+                g_columnwise = fp8.recipe.transposed(whole_g, "g")
+        else:
+            dx = start_input_grad_sum(fp8_matmul(g.rowwise, w, ctx.dtype), axis, comm)
+
+        def write_in_fp8(out: torch.Tensor, beta: int) -> None:
             x = Fp8Matrix(*saved)
-            if gathers_fp8_x:
-                x = fp8.recipe.transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
+            if comm == "gather":
+                wait = x_gather or fp8.matmuls.start_gather(x, axis)
+                x = fp8.recipe.transposed(wait(), "x")
             write_weight_grad(out, beta, g_columnwise, x)
 
-        dw = accumulate(weight, write)
-        return reduced.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
+        def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
+            x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
+            dy = all_gather(grad, axis) if comm == "scatter" else grad
+            add_product(out, dy, x, beta)
+
+        dw = accumulate(weight, write_in_fp8 if fp8.recipe.wgrad else write_in_16_bits)
+        return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
