@@ -140,10 +140,10 @@ class Exchanged(Dispatched):
     """How the tokens at hand came: by an all-to-all over ep, then over etp."""
 
     to_ranks: Routing  # of this rank's tokens to the rows that it sent
-    sent: list[int]  # rows for each ep rank
-    received: list[int]  # rows from each ep rank
-    shared: list[int]  # rows for each etp rank: all that were received
-    each: list[int]  # rows from each etp rank
+    ep_sent: list[int]  # rows for each ep rank
+    ep_received: list[int]  # rows from each ep rank
+    etp_sent: list[int]  # rows for each etp rank: all that were received over ep
+    etp_received: list[int]  # rows from each etp rank
 
 
 class TokenDispatch:
@@ -237,21 +237,32 @@ class AllToAllDispatch(TokenDispatch):
         to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
         sizes = to_ranks.offsets.diff()
         sizes_received = all_to_all(sizes, ep)
-        each = all_gather(sizes_received.sum()[None], etp).tolist()
-        sent = sizes.tolist()
-        received = sizes_received.tolist()
-        shared = [each[etp.rank]] * etp.size
+        etp_received = all_gather(sizes_received.sum()[None], etp).tolist()
+        ep_sent = sizes.tolist()
+        ep_received = sizes_received.tolist()
+        etp_sent = [etp_received[etp.rank]] * etp.size
+
         # send tokens and their choices to ep ranks, then to the etp ranks that share an expert
         choices = self.pack_choices(probs, ids, to_ranks)
-        x = all_to_all(self.permute(x, to_ranks), ep, sent, received)
-        choices = all_to_all(choices, ep, sent, received)
+        x = all_to_all(self.permute(x, to_ranks), ep, ep_sent, ep_received)
+        choices = all_to_all(choices, ep, ep_sent, ep_received)
         if etp.size > 1:
-            x = all_to_all(x.repeat(etp.size, 1), etp, shared, each)
-            choices = all_to_all(choices.repeat(etp.size, 1), etp, shared, each)
+            x = all_to_all(x.repeat(etp.size, 1), etp, etp_sent, etp_received)
+            choices = all_to_all(choices.repeat(etp.size, 1), etp, etp_sent, etp_received)
+
         # copies in order of experts
         probs, ids = unpack_choices(choices)
         routing, ends = self.route(ids, capacity).cut_to_size()
-        dispatched = Exchanged(routing, ends, probs, to_ranks, sent, received, shared, each)
+        dispatched = Exchanged(
+            routing,
+            ends,
+            probs,
+            to_ranks,
+            ep_sent=ep_sent,
+            ep_received=ep_received,
+            etp_sent=etp_sent,
+            etp_received=etp_received,
+        )
         return self.permute(x, routing), dispatched
 
     def combine(self, rows: torch.Tensor, dispatched: Exchanged) -> torch.Tensor:
@@ -259,9 +270,9 @@ class AllToAllDispatch(TokenDispatch):
         etp = self.mesh.etp
         y = self.unpermute(rows, dispatched.routing, dispatched.probs)
         if etp.size > 1:
-            y = all_to_all(y, etp, dispatched.each, dispatched.shared)
-            y = y.view(etp.size, dispatched.shared[0], y.shape[1]).sum(0)
-        y = all_to_all(y, self.mesh.ep, dispatched.received, dispatched.sent)
+            y = all_to_all(y, etp, dispatched.etp_received, dispatched.etp_sent)
+            y = y.view(etp.size, dispatched.etp_sent[0], y.shape[1]).sum(0)
+        y = all_to_all(y, self.mesh.ep, dispatched.ep_received, dispatched.ep_sent)
         return self.unpermute(y, dispatched.to_ranks)
 
 
