@@ -38,7 +38,7 @@ from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
+from nanomegatron.fast.fused_loss import fused_loss
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.offload import host_state
@@ -47,7 +47,7 @@ from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.fp8 import Scales, recipe_of
 from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8, use_fp8
-from nanomegatron.layers import MLP, OutputLayer
+from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
 from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, StageSpec, run_layers
@@ -211,7 +211,7 @@ class Paths:
     producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
     moe: OverlappedMoe | None = None  # MoELayer.run
-    loss: Callable | None = None  # OutputLayer.loss
+    loss: Callable = logits_then_loss  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
     state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
@@ -254,7 +254,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
             model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap),
             OverlappedMoe(peers, halves),
         ),
-        ("loss", model.cross_entropy_loss_fusion, fused_linear_cross_entropy),
+        ("loss", model.cross_entropy_loss_fusion, fused_loss),
         ("shard_comm", everywhere and overlaps, PeerShardComm(peers)),
         ("gathered", casts, gathered_casts),
         ("state", casts, cast_state),
@@ -280,7 +280,7 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
         if isinstance(module, OutputLayer):
             module.loss = paths.loss
             if paths.producers and accepts_fp8(module) and not module.config.final_logit_softcapping:
-                module.loss = partial(quantizing_loss, module)
+                module.loss = quantizing_loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = attention_over_cp(paths.context, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:

@@ -9,7 +9,7 @@ A layer's other forms are functions that `build.py` sets in place of the core's:
     MLP.run                        run_mlp                          FP8 operands made by the activation
     OutputLayer.linear             LinearFunction                   FP8, tiles that overlap with tp
     OutputLayer.compute_logits     output_logits                    variants/logit_softcaps.py
-    OutputLayer.loss               logits, then cross entropy       fast/fused_loss.py: both in pieces
+    OutputLayer.loss               logits_then_loss                 fast/fused_loss.py: both in pieces
 """
 
 from collections.abc import Callable
@@ -189,15 +189,25 @@ def output_logits(layer: "OutputLayer", x: torch.Tensor) -> torch.Tensor:
     return layer.linear(x, layer.weight, layer.tp, "gather" if layer.sequence_sharded else "copy")
 
 
+def logits_then_loss(
+    layer: "OutputLayer", x: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute whole logits, then the loss of each token; loss_weights are for forms that fuse the two.
+
+    x `[s, b, h]` or `[s/tp, b, h]`, labels, loss_weights `[b, s]` -> `[b, s]`; all-gathers over tp.
+    """
+    logits = layer.compute_logits(layer, x)
+    return vocab_parallel_cross_entropy(logits, labels, layer.tp, layer.vocab_size)
+
+
 class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
     compute_logits: Callable[..., torch.Tensor] = staticmethod(output_logits)
+    loss: Callable[..., torch.Tensor] = staticmethod(logits_then_loss)
     has_variants = False  # as of SelfAttention
     fp8: Any = None  # as of a ColumnParallelLinear
-    # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s]
-    loss: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:
         """weight: `[V/tp, h]`, V padded: rows from `vocab_size` on are padding; the loss ignores them."""
@@ -223,11 +233,6 @@ class OutputLayer(nn.Module):
         self.config.check_variants("output layer", self.has_variants)
         if self.config.logits_scaling != 1:
             x = x / self.config.logits_scaling
-        if labels is not None and self.loss is not None:
-            return self.loss(
-                x, self.weight, labels, loss_weights, self.tp, self.vocab_size, self.sequence_sharded
-            )
-        logits = self.compute_logits(self, x)
         if labels is None:
-            return logits
-        return vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size)
+            return self.compute_logits(self, x)
+        return self.loss(self, x, labels, loss_weights)

@@ -1,7 +1,6 @@
 """The output layer in FP8 (--fp8-output-proj): matmuls, tied and untied, under layouts, and memory."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from nanomegatron.config.cli import parse
 from nanomegatron.fast.fp8_producers import quantizing_loss
 from nanomegatron.fp8 import Delayed, Scales, Tensorwise
 from nanomegatron.fp8_linear import use_fp8
-from nanomegatron.layers import OutputLayer
+from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.param import Init, new_parameter
@@ -120,7 +119,7 @@ def test_a_gradient_of_logits_that_the_loss_casts_is_the_plain_ones_to_the_bit(r
             Scales(Delayed(), weight.device),
         )
         use_fp8(layer, scales.add_layer("out.weight"))
-        layer.loss = partial(quantizing_loss, layer) if fast else None
+        layer.loss = quantizing_loss if fast else logits_then_loss
         for _ in range(2):
             x, weight.grad = torch.randn(16, 2, 32).bfloat16().requires_grad_(), None
             labels, weights = torch.randint(real, (2, 16)), torch.rand(2, 16)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_gather, own_slice
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
-from nanomegatron.layers import OutputLayer
+from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy, fused_loss
+from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.tp import LinearFunction
@@ -86,7 +86,7 @@ def test_the_loss_is_of_scaled_and_bounded_logits(fused_too):
     config = TransformerConfig(1, H, 2, logits_scaling=4.0, final_logit_softcapping=cap)
     x, weight = torch.randn(S, B, H), torch.nn.Parameter(3 * torch.randn(PADDED, H))
     layer, labels = OutputLayer(config, 13, weight, Axis.single()), torch.randint(13, (B, S))
-    layer.loss = fused_linear_cross_entropy if fused_too else None
+    layer.loss = fused_loss if fused_too else logits_then_loss
     if not fused_too:
         with pytest.raises(RuntimeError, match="--final-logit-softcapping: the output layer needs a variant"):
             layer(x, labels, None)
@@ -120,7 +120,7 @@ def fused(given, tp, vocab, sequence_parallel=False):
     return fused_linear_cross_entropy(*args, tp, vocab, sequence_parallel)
 
 
-def fused_loss(mesh, vocab, chunk, sequence_parallel, in_bucket):
+def fused_loss_on_ranks(mesh, vocab, chunk, sequence_parallel, in_bucket):
     """Losses and both gradients; in a bucket over two microbatches, each reported once and after its end."""
     FusedLossFunction.chunk = chunk
     given, expected = problem(mesh.tp, vocab, sequence_parallel)
@@ -154,7 +154,7 @@ GRID = [(*vocab, *more) for vocab, *more in GRID]
 )
 def test_fused_loss(size, vocab, chunk, sequence_parallel, in_bucket):
     """The vocabularies as above; one chunk, uneven chunks, chunks smaller than tp."""
-    run_spmd(fused_loss, size, vocab, chunk, sequence_parallel, in_bucket, tp=size)
+    run_spmd(fused_loss_on_ranks, size, vocab, chunk, sequence_parallel, in_bucket, tp=size)
 
 
 def tied(mesh):

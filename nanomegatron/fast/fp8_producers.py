@@ -141,24 +141,17 @@ def quantizing_activate(
 
 
 def quantizing_loss(
-    head: OutputLayer,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    loss_weights: torch.Tensor | None,
-    tp: Axis,
-    vocab_size: int,
-    cut: bool,
+    head: OutputLayer, x: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """An `OutputLayer.loss` that quantizes the gradient of the logits. head: the layer.
+    """An `OutputLayer.loss` that quantizes the gradient of the logits.
 
-    x `[s, b, h]` or with `cut` `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
+    x `[s, b, h]` or `[s/tp, b, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
     """
     grad_copies: list[Quantized] = []
-    logits = head.linear(Fp8Input(x, None, grad_copies), weight, tp, "gather" if cut else "copy")
+    logits = head.compute_logits(head, Fp8Input(x, None, grad_copies))
     if not head.fp8.has_scale:
-        return vocab_parallel_cross_entropy(logits, labels, tp, vocab_size)
-    return CrossEntropyFp8Function.apply(logits, labels, tp, vocab_size, head.fp8, grad_copies)
+        return vocab_parallel_cross_entropy(logits, labels, head.tp, head.vocab_size)
+    return CrossEntropyFp8Function.apply(logits, labels, head.tp, head.vocab_size, head.fp8, grad_copies)
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

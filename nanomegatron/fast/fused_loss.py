@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from nanomegatron.layers import OutputLayer
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
@@ -125,6 +126,15 @@ def chunk_loss(
     out, beta = buffer
     add_product(out, grad, rows, beta)
     return lse - picked, dx
+
+
+def fused_loss(
+    layer: OutputLayer, x: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """`fused_linear_cross_entropy` as an `OutputLayer.loss`. x `[s, b, h]`, labels `[b, s]` -> `[b, s]`"""
+    return fused_linear_cross_entropy(
+        x, layer.weight, labels, loss_weights, layer.tp, layer.vocab_size, layer.sequence_sharded
+    )
 
 
 def fused_linear_cross_entropy(
