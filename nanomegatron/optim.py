@@ -22,6 +22,7 @@ the schedules) and the loss scale. The host reads them when it writes its log, o
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,15 @@ def segment_kind(spec: ParamSpec) -> int:
     return DECAY * spec.decay | DECOUPLED * (spec.name in VOCABULARY)
 
 
+class StepScalars(NamedTuple):
+    """What the updates of a step share, fp32 on the device: kernels read them there."""
+
+    step: torch.Tensor  # [], its number, from 1; a bad step has that of the last good one
+    rates: torch.Tensor  # [3], its column of `step_values`: learning rate, the vocabulary's, weight decay
+    grad_scale: torch.Tensor  # [], gradients are divided by it
+    skip: torch.Tensor  # [], 1: nothing changes
+
+
 class ShardState:
     """Main parameters and moments of this rank's shard of one bucket, flat, and their update by AdamW.
 
@@ -62,48 +72,36 @@ class ShardState:
         self.segments = Segments.merged(ranges, self.main.device)
         self.betas_eps = config.adam_beta1, config.adam_beta2, config.adam_eps
 
-    def update(
-        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
-    ) -> None:
+    def update(self, now: StepScalars) -> None:
         """Do one step: read the bucket's `grad_shard`, write this rank's shard of the tensor to gather.
 
-        step `[]`: its number; rates `[3]`: its column of `step_values`. The gradients are divided by
-        grad_scale `[]` first; if skip `[]` is 1, nothing changes. The host does not wait.
+        The host does not wait.
         """
         if usable(self.bucket.grad_shard, "adamw"):
-            self.update_by_kernel(step, rates, grad_scale, skip)
+            self.update_by_kernel(now)
         else:
-            self.adamw(self.bucket.grad_shard.float(), step, rates, grad_scale, skip)
+            self.adamw(self.bucket.grad_shard.float(), now)
             self.publish()
 
-    def update_by_kernel(
-        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
-    ) -> None:
-        """Do `update` in one kernel launch. step, grad_scale, skip `[]`, rates `[3]`"""
+    def update_by_kernel(self, now: StepScalars) -> None:
+        """Do `update` in one kernel launch."""
         copy = self.bucket.gathered.shard if self.mixed else None
         state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
-        adamw_flat_(state, self.segments, (step, rates, grad_scale, skip), self.betas_eps)
+        adamw_flat_(state, self.segments, now, self.betas_eps)
 
-    def adamw(
-        self,
-        grads: torch.Tensor,
-        step: torch.Tensor,
-        rates: torch.Tensor,
-        grad_scale: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
+    def adamw(self, grads: torch.Tensor, now: StepScalars) -> None:
         """Update main parameters and moments from fp32 grads `[size/ranks]`, all on one device.
 
-        step, grad_scale, skip `[]`, rates `[3]`: as in `update`.
+        Torch takes the weight decay as a number of the host: that of the settings.
         """
         config = self.config
         moments = self.exp_avg.float(), self.exp_avg_sq.float()
         for kind in sorted({kind for *_, kind in self.segments.ranges}):
             parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
             main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
-            lr = rates[kind & DECOUPLED]
+            lr = now.rates[kind & DECOUPLED]
             decay = config.weight_decay if kind & DECAY else 0.0
-            adamw_(main, g, (m, v), step, lr, (*self.betas_eps, decay), grad_scale, skip)
+            adamw_(main, g, (m, v), now.step, lr, (*self.betas_eps, decay), now.grad_scale, now.skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
             if kept.dtype != torch.float32:
                 kept.copy_(new)
@@ -120,17 +118,10 @@ class ShardUpdates:
     def __init__(self, state: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState) -> None:
         self.state = state
 
-    def step(
-        self,
-        shards: Iterable[ShardState],
-        step: torch.Tensor,
-        rates: torch.Tensor,
-        grad_scale: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
-        """Update all shards and start their gathers. step, grad_scale, skip `[]`, rates `[3]`"""
+    def step(self, shards: Iterable[ShardState], now: StepScalars) -> None:
+        """Update all shards and start their gathers."""
         for shard in shards:
-            shard.update(step, rates, grad_scale, skip)
+            shard.update(now)
             shard.bucket.start_gather()
 
     def cast_weights(self, shards: Iterable[ShardState]) -> None:
@@ -206,7 +197,8 @@ class Optimizer:
         rates, next_lr = self._rates()
         self.good_steps += good.long()
         grad_scale = self.scaler.scale / factor
-        self.updates.step(self.shards, self.good_steps.float(), rates.float(), grad_scale, 1.0 - good)
+        now = StepScalars(self.good_steps.float(), rates.float(), grad_scale, 1.0 - good)
+        self.updates.step(self.shards, now)
         self._finish_gathers()
 
         stats = StepStats(norm, good, rates[0], next_lr[0], self.scaler.scale, squares.sqrt())

@@ -13,7 +13,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.offload import HostShard, HostStaging, host_state
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer, ShardUpdates
+from nanomegatron.optim import Optimizer, ShardUpdates, StepScalars
 from nanomegatron.param import Init
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
@@ -71,10 +71,10 @@ def test_staging_keeps_order_and_reuses_its_buffers(prefetch):
     shards = [torch.full((n,), float(n), dtype=torch.bfloat16) for n in (3, 5, 2, 4)]
     staging = HostStaging(shards, torch.device("cpu"), prefetch)
     for step in range(2):
-        numbers = (torch.tensor(step),)
+        now = StepScalars(*[torch.tensor(step)] * 4)
         for shard in shards:
-            fetched, (at,) = staging.fetch(numbers)
-            assert torch.equal(fetched, shard) and at == step
+            fetched, on_host = staging.fetch(now)
+            assert torch.equal(fetched, shard) and on_host.step == step
             params, main = torch.zeros_like(shard), fetched.float() + 1
             staging.send(lambda out, main=main: out.copy_(main), params)
             assert torch.equal(params, shard + 1)

@@ -18,7 +18,7 @@ from nanomegatron.fast.offload import HostStaging
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.mesh import World
-from nanomegatron.optim import Optimizer, ShardState
+from nanomegatron.optim import Optimizer, ShardState, StepScalars
 from nanomegatron.pp import OpRunner
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 from tests.order import Recorder, recorded
@@ -182,7 +182,7 @@ def test_gradients_come_to_the_host_while_it_updates(tmp_path):
         for _ in range(3):  # buffers are used again
             grads.mul_(2)
             for weight in weights:
-                grad, _ = staging.fetch((torch.ones(()),))
+                grad, _ = staging.fetch(StepScalars(*[torch.ones(())] * 4))
                 found.note("update")
                 staging.send(lambda out, grad=grad: out.copy_(grad), weight)
             words.append(found.take())

@@ -22,7 +22,7 @@ from nanomegatron.fp8 import E4M3, ROLES, Recipe, Scales, all_reduce_amax_
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
 from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_scale
-from nanomegatron.optim import ShardState, ShardUpdates, segment_kind
+from nanomegatron.optim import ShardState, ShardUpdates, StepScalars, segment_kind
 
 
 class WeightCasts:
@@ -134,15 +134,13 @@ def update_weight_scales(scales: Scales) -> None:
 class CastShard(ShardState):
     """A shard of weights that AdamW's kernel casts to FP8."""
 
-    def update_by_kernel(
-        self, step: torch.Tensor, rates: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
-    ) -> None:
-        """Update and cast by AdamW's kernel, in one launch. step, grad_scale, skip `[]`, rates `[3]`"""
+    def update_by_kernel(self, now: StepScalars) -> None:
+        """Update and cast by AdamW's kernel, in one launch."""
         casts = self.bucket.gathered
         scale, amax = casts.cast_scales(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard
         state = FlatState(self.main, copy, grads, self.exp_avg, self.exp_avg_sq, scale, amax)
-        adamw_flat_(state, casts.segments, (step, rates, grad_scale, skip), self.betas_eps)
+        adamw_flat_(state, casts.segments, now, self.betas_eps)
         casts.record_amax(amax)
 
 
@@ -162,18 +160,11 @@ class CastUpdates(ShardUpdates):
     first use             columnwise copy (fp8.py)
     """
 
-    def step(
-        self,
-        shards: Iterable[ShardState],
-        step: torch.Tensor,
-        rates: torch.Tensor,
-        grad_scale: torch.Tensor,
-        skip: torch.Tensor,
-    ) -> None:
-        """Update, cast, gather all shards; step, rates, grad_scale, skip `[...]`. May all-reduce amaxes."""
+    def step(self, shards: Iterable[ShardState], now: StepScalars) -> None:
+        """Update, cast, gather all shards. May all-reduce amaxes."""
         waiting = []
         for shard in shards:
-            shard.update(step, rates, grad_scale, skip)
+            shard.update(now)
             self._start_gather(shard, waiting)
         self._cast_again(waiting)
 

@@ -20,7 +20,7 @@ import torch
 
 from nanomegatron.config.settings import OptimizerConfig
 from nanomegatron.dp import Bucket, ParamAndGradBuckets
-from nanomegatron.optim import ShardState
+from nanomegatron.optim import ShardState, StepScalars
 
 HOST = torch.device("cpu")
 
@@ -42,8 +42,8 @@ class HostStaging:
         self.copying: deque[tuple] = deque()
         self.turns = Counter()
 
-    def fetch(self, numbers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Wait for the next shard of gradients -> `[size/ranks]`, and a step's numbers `[...]`, on the host.
+    def fetch(self, now: StepScalars) -> tuple[torch.Tensor, StepScalars]:
+        """Wait for the next shard of gradients -> `[size/ranks]`, and the step's scalars, on the host.
 
         The buffer of a shard is used again by the next but one.
         """
@@ -51,14 +51,14 @@ class HostStaging:
             self.waiting.extend(self.grads)
             if self.prefetch:
                 self._load()
-            self.numbers = tuple(number.cpu() for number in numbers)
+            self.now = StepScalars._make(number.cpu() for number in now)
         if not self.copying:
             self._load()
         key, size = self.copying.popleft()
         self._wait_copy(key)
         if self.prefetch and self.waiting:
             self._load()
-        return self.buffers[key][:size], self.numbers
+        return self.buffers[key][:size], self.now
 
     def send(self, write: Callable[[torch.Tensor], None], out: torch.Tensor) -> None:
         """Start to copy to out `[size/ranks]` the values that `write` writes; the device's stream waits."""
@@ -105,10 +105,10 @@ class HostShard(ShardState):
         super().__init__(bucket, config, HOST)
         self.staging = staging
 
-    def update(self, *numbers: torch.Tensor) -> None:
-        """Update on the host, which waits for the gradients. numbers `[...]`: as in `ShardState.update`."""
-        grads, numbers = self.staging.fetch(numbers)
-        self.adamw(grads.float(), *numbers)
+    def update(self, now: StepScalars) -> None:
+        """Update on the host, which waits for the gradients."""
+        grads, on_host = self.staging.fetch(now)
+        self.adamw(grads.float(), on_host)
         self.publish()
 
     def publish(self) -> None:

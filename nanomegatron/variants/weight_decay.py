@@ -15,7 +15,7 @@ import torch
 from nanomegatron.config.settings import Config
 from nanomegatron.lr_schedule import cosine
 from nanomegatron.ops.adamw import DECAY, DECOUPLED
-from nanomegatron.optim import ShardState
+from nanomegatron.optim import ShardState, StepScalars
 
 
 def weight_decay_at(config: Config, samples_before: Sequence[int], samples: int) -> float:
@@ -33,19 +33,9 @@ def decay_by_rates(state: ShardState) -> None:
     state.adamw = partial(decayed_adamw, state)
 
 
-def decayed_adamw(
-    state: ShardState,
-    grads: torch.Tensor,
-    step: torch.Tensor,
-    rates: torch.Tensor,
-    grad_scale: torch.Tensor,
-    skip: torch.Tensor,
-) -> None:
-    """Decay the main parameters, then update them and the moments from fp32 grads `[size/ranks]`.
-
-    step, grad_scale, skip `[]`, rates `[3]`: as in `ShardState.update`.
-    """
+def decayed_adamw(state: ShardState, grads: torch.Tensor, now: StepScalars) -> None:
+    """Decay the main parameters, then update them and the moments from fp32 grads `[size/ranks]`."""
     for start, stop, kind in state.segments.ranges:
         if kind & DECAY:
-            state.main[start:stop].mul_(1.0 - rates[kind & DECOUPLED] * rates[2] * (1.0 - skip))
-    ShardState.adamw(state, grads, step, rates, grad_scale, skip)
+            state.main[start:stop].mul_(1.0 - now.rates[kind & DECOUPLED] * now.rates[2] * (1.0 - now.skip))
+    ShardState.adamw(state, grads, now)
