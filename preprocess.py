@@ -38,6 +38,53 @@ from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special
 from nanomegatron.data.verify import verify_pair
 
 TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
+FLAGS = {
+    "--input": dict(
+        nargs="+",
+        help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; .parquet, .arrow; globs; a "
+        "folder of a Hugging Face data set; - for JSON Lines from standard input",
+    ),
+    "--json-keys": dict(nargs="+", default=["text"], help="keys whose text is taken, a dataset each"),
+    "--output-prefix": dict(help="writes PREFIX_KEY_document.{bin,idx,json}"),
+    "--tokenizer-type": dict(choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)),
+    "--tokenizer-model": dict(help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"),
+    "--vocab-file": dict(help="encoder.json of GPT2BPETokenizer"),
+    "--merge-file": dict(help="vocab.bpe of GPT2BPETokenizer"),
+    "--vocab-size": dict(
+        type=int, help="ids of NullTokenizer, the end-of-document token among them (unlike Megatron 0.16's)"
+    ),
+    "--null-tokenizer-eod-id": dict(type=int, help="id that ends a document of NullTokenizer (the last)"),
+    "--tiktoken-pattern": dict(choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)"),
+    "--tiktoken-num-special-tokens": dict(type=int, help="special tokens before it (1000)"),
+    "--tokenizer-hf-no-include-special-tokens": dict(
+        action="store_true",
+        help="no special tokens around a text, such as <s>; else those of HuggingFaceTokenizer's file",
+    ),
+    "--parse-special-tokens": dict(
+        action="store_true",
+        help="special tokens in a text are those tokens, as in Megatron-LM; else they are text",
+    ),
+    "--append-eod": dict(action="store_true", help="end every document with the end-of-document token"),
+    "--workers": dict(type=int, default=1, help="processes that tokenize; the result does not depend on it"),
+    "--log-interval": dict(
+        type=int, help="documents between two lines of progress; every few seconds without"
+    ),
+    "--skip-bad-lines": dict(
+        type=int, default=0, metavar="N", help="leave out up to N, listed in PREFIX.skipped"
+    ),
+    "--resume": dict(
+        action="store_true", help="keep what is complete when interrupted, and go on from there"
+    ),
+    "--overwrite": dict(action="store_true", help="replace a finished data set of these names"),
+    "--partitions": dict(
+        type=int, default=1, help="taken from Megatron's scripts; --workers alone decides here"
+    ),
+    "--keep-sequential-samples": dict(action="store_true", help="always so"),
+    "--train-tokenizer": dict(type=int, metavar="N", help="instead: train a byte-level BPE of N entries"),
+    "--verify-data": dict(nargs="+", metavar="PREFIX", help="instead: compare pairs with their hashes"),
+    "--embedded": dict(action="store_true", help="instead: prepare the standard library's sources"),
+    "--output": dict(help="rank file of --train-tokenizer; folder of --embedded (data)"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,85 +121,9 @@ def parser() -> argparse.ArgumentParser:
     """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
     usage = "%(prog)s --input FILE --output-prefix PREFIX [OPTIONS]"
     p = CommandParser(prog="nanomegatron preprocess", usage=usage, description=__doc__.splitlines()[0])
-    p.add_argument(
-        "--input",
-        nargs="+",
-        help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; .parquet, .arrow; globs; a "
-        "folder of a Hugging Face data set; - for JSON Lines from standard input",
-    )
-    p.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
-    )
-    p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
-    add_tokenizer(p)
-    p.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document token"
-    )
-    p.add_argument(
-        "--workers", type=int, default=1, help="processes that tokenize; the result does not depend on it"
-    )
-    p.add_argument(
-        "--log-interval", type=int, help="documents between two lines of progress; every few seconds without"
-    )
-    p.add_argument(
-        "--skip-bad-lines",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out up to N, listed in PREFIX.skipped",
-    )
-    p.add_argument(
-        "--resume", action="store_true", help="keep what is complete when interrupted, and go on from there"
-    )
-    p.add_argument("--overwrite", action="store_true", help="replace a finished data set of these names")
-    p.add_argument(
-        "--partitions",
-        type=int,
-        default=1,
-        help="taken from Megatron's scripts; --workers alone decides here",
-    )
-    p.add_argument("--keep-sequential-samples", action="store_true", help="always so")
-    p.add_argument(
-        "--train-tokenizer", type=int, metavar="N", help="instead: train a byte-level BPE of N entries"
-    )
-    p.add_argument(
-        "--verify-data", nargs="+", metavar="PREFIX", help="instead: compare pairs with their hashes"
-    )
-    p.add_argument("--embedded", action="store_true", help="instead: prepare the standard library's sources")
-    p.add_argument("--output", help="rank file of --train-tokenizer; folder of --embedded (data)")
+    for name, declared in FLAGS.items():
+        p.add_argument(name, **declared)
     return p
-
-
-def add_tokenizer(p: argparse.ArgumentParser) -> None:
-    """Define the flags of the tokenizer."""
-    p.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
-    )
-    p.add_argument(
-        "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
-    )
-    p.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
-    p.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
-    p.add_argument(
-        "--vocab-size",
-        type=int,
-        help="ids of NullTokenizer, the end-of-document token among them (unlike Megatron 0.16's)",
-    )
-    p.add_argument(
-        "--null-tokenizer-eod-id", type=int, help="id that ends a document of NullTokenizer (the last)"
-    )
-    p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
-    p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
-    p.add_argument(
-        "--tokenizer-hf-no-include-special-tokens",
-        action="store_true",
-        help="no special tokens around a text, such as <s>; else those of HuggingFaceTokenizer's file",
-    )
-    p.add_argument(
-        "--parse-special-tokens",
-        action="store_true",
-        help="special tokens in a text are those tokens, as in Megatron-LM; else they are text",
-    )
 
 
 def verify_data(prefixes: list[str]) -> int:
