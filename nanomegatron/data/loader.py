@@ -72,10 +72,24 @@ def load_batch(
 class Prefetching:
     """Threads that read batches ahead; without them nothing is."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, most: int) -> None:
+        """most: batches that are read ahead of the one that is asked for."""
         self._pool = ThreadPoolExecutor(threads, "batches") if threads else None
+        self._most = most
         self._ahead: deque[Future] = deque()
         self._next: Any = None  # which batch is at the head of _ahead
+
+    def take(self, first_sample: int, count: int) -> Any:
+        """Return `read` of these samples, once the thread that has them is done; raises its error."""
+        if self._pool is None:
+            return self.read(first_sample, count)
+        if self._next != (first_sample, count):
+            self._drop()
+        while len(self._ahead) <= self._most:
+            first = first_sample + len(self._ahead) * count
+            self._ahead.append(self._pool.submit(self.read, first, count))
+        self._next = first_sample + count, count
+        return self._ahead.popleft().result()
 
     def close(self) -> None:
         """Stop the threads."""
@@ -102,7 +116,7 @@ class BatchLoader(Prefetching):
         shard: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         """dp: has the `rank` and `size` of the ranks that share the data; shard: takes this rank's tokens."""
-        super().__init__(data.num_workers)
+        super().__init__(data.num_workers, 2 * data.num_workers)
         self._dataset, self._data = dataset, data
         self._eod, self._dp = eod, dp
         self._tokens_too, self._shard = tokens_too, shard
@@ -113,17 +127,11 @@ class BatchLoader(Prefetching):
 
         Waits for the thread that reads it; raises that thread's error, ConfigError past the end of the data.
         """
-        if self._pool is None:
-            return self._read(first_sample).to(self._device)
-        if first_sample != self._next:
-            self._drop()
         step = self._data.micro_batch_size * self._dp.size
-        while len(self._ahead) <= 2 * self._data.num_workers:
-            self._ahead.append(self._pool.submit(self._read, first_sample + len(self._ahead) * step))
-        self._next = first_sample + step
-        return self._ahead.popleft().result().to(self._device)
+        return self.take(first_sample, step).to(self._device)
 
-    def _read(self, first_sample: int) -> Batch:
+    def read(self, first_sample: int, _: int) -> Batch:
+        """Read this rank's part of the samples of a microbatch."""
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
         batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)

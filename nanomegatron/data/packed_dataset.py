@@ -103,7 +103,7 @@ class PackLoader(Prefetching):
         shard: Callable[[Batch, Axis], Batch],
     ) -> None:
         """config: resolved. dataset: a DocumentDataset, or a blend of them. shard: cuts packs over ranks."""
-        super().__init__(min(1, config.data.num_workers))
+        super().__init__(min(1, config.data.num_workers), 1)
         self._dataset, self._data, self._shard = dataset, config.data, shard
         self._eod, self._mesh = eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
@@ -114,13 +114,7 @@ class PackLoader(Prefetching):
 
         Waits for the thread that reads them; raises its error, ConfigError past the end of the data.
         """
-        if self._next != (first_sample, count):
-            self._drop()
-        batches = self._ahead.pop().result() if self._ahead else self._read(first_sample, count)
-        if self._pool is not None:
-            self._next = first_sample + count, count
-            self._ahead.append(self._pool.submit(self._read, *self._next))
-        return [batch.to(self._mesh.device) for batch in batches]
+        return [batch.to(self._mesh.device) for batch in self.take(first_sample, count)]
 
     def lengths(self, first_sample: int, count: int) -> list[int]:
         """Tokens of each of these documents. Raises ConfigError past the end of the data."""
@@ -132,7 +126,8 @@ class PackLoader(Prefetching):
         lengths = self.lengths(first_sample, count)
         return plan(lengths, [*map(self._cost, lengths)], self.ranks)
 
-    def _read(self, first_sample: int, count: int) -> list[Batch]:
+    def read(self, first_sample: int, count: int) -> list[Batch]:
+        """Read the packs of this rank."""
         mine = [pack for pack in self.plan(first_sample, count) if pack.has(self._mesh.dp_cp.rank)]
         batches = []
         for pack in mine:
