@@ -20,13 +20,12 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from nanomegatron.data.columns import COLUMN_FILES, Row, column_rows, folder_files
 from nanomegatron.data.vocabulary import import_extra
 
 CHUNK_BYTES, SKIP_BYTES = 1 << 19, 1 << 20
-_SCAN = json.JSONDecoder().scan_once
 INPUT_KINDS = (".jsonl", ".json", ".txt", *COLUMN_FILES)
 
 
@@ -51,7 +50,7 @@ class Line(NamedTuple):
             text = self.raw.decode("utf-8-sig" if self.number <= 1 else "utf-8")
             if not self.number:
                 return [text]
-            document = _parsed(text)
+            document = json.loads(text)
             if not isinstance(document, dict):
                 raise ValueError(
                     f"a JSON {type(document).__name__}, not an object such as {{{keys[0]!r}: ...}}"
@@ -71,15 +70,6 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number}" if self.number else self.path
-
-
-def _parsed(text: str) -> Any:
-    """json.loads, and sooner where nothing is around the value."""
-    try:
-        value, end = _SCAN(text, 0)
-    except StopIteration:
-        end = -1
-    return value if end == len(text) or end > 0 and not text[end:].strip(" \t\r\n") else json.loads(text)
 
 
 class DocumentBlock(NamedTuple):
