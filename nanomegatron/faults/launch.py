@@ -221,24 +221,15 @@ def _noted(numbers: list[int]) -> Iterator[list[int]]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        with _handlers(dict.fromkeys(numbers, lambda *_: None)):
-            yield [reader]
+        yield [reader]
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(before)
         os.close(reader)
         os.close(writer)
-
-
-@contextmanager
-def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
-    """Install these signal handlers inside; for the main thread."""
-    old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _run_rank(
