@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,7 +245,7 @@ def tokenize(
         return output.finish()
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """Shows progress on stderr: one line that changes on a terminal, else a new line every few seconds."""
 
     def __init__(self, total_bytes: int, interval: int | None, resumed: bool = False) -> None:
@@ -254,9 +255,6 @@ class Progress:
         self.documents = self.tokens = self.bytes = self.shown_documents = 0
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self.terminal and self.shown > self.start:

@@ -71,7 +71,7 @@ class BlockHashes:
         return self.done + [self._digest.hexdigest()] * (self._room < HASHED_BYTES)
 
 
-class IndexedDatasetBuilder:
+class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Writes a pair of files; as a context manager it removes them unless `finalize` was called."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32, keep: bool = False) -> None:
@@ -96,9 +96,6 @@ class IndexedDatasetBuilder:
             raise ValueError(f"{self.prefix}: another process is writing it")
         if not keep:
             self._bin.truncate(0)
-
-    def __enter__(self) -> "IndexedDatasetBuilder":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.abort()
