@@ -35,7 +35,7 @@ from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
 from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
 from nanomegatron.data.text import Portable, encode, in_order, train_tokenizer
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.data.verify import verify_pair
 
 TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
@@ -164,7 +164,7 @@ def preprocess_arguments(a: argparse.Namespace) -> list[str]:
         a.tiktoken_num_special_tokens,
     )
     if a.tokenizer_hf_no_include_special_tokens:
-        tokenizer = with_special_tokens(tokenizer, False)
+        tokenizer.include_special_tokens(False)
     keys, files = tuple(a.json_keys), input_files(a.input)
     if plain := [f for f in files if kind(f) == ".txt" and keys != ("text",)]:
         raise ValueError(

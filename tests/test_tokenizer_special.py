@@ -8,7 +8,7 @@ from nanomegatron.checkpoint.hf import folder_tokenizer
 from nanomegatron.commands.generate_args import main as generate
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
-from nanomegatron.data.tokenizer import EOD, build_tokenizer, tokenizer_from_spec, with_special_tokens
+from nanomegatron.data.tokenizer import EOD, build_tokenizer, tokenizer_from_spec
 from nanomegatron.report.generate import prompts_of
 from tests.test_preprocess import jsonl, read, run
 from tests.tokenizer_shapes import byte_level, byte_pairs, pieces
@@ -65,7 +65,8 @@ def test_ids_are_those_of_transformers(kind, tmp_path, capsys):
     suffix = [special["<eos>"]] * (kind in ("both", "last", "bert"))
     for flags, how in ([], {}), ([OFF], {"add_special_tokens": False}):
         theirs, on = transformers_ids(tmp_path, **how), not flags
-        ours = with_special_tokens(build_tokenizer("HuggingFaceTokenizer", str(tmp_path)), on)
+        ours = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        ours.include_special_tokens(on)
         assert [*map(ours.encode, TEXTS)] == theirs
         assert ours.encode_many(TEXTS)[0].tolist() == sum(theirs, [])
         assert run(*source, tmp_path / "x", *model, *flags, "--overwrite") == 0
@@ -99,7 +100,8 @@ def test_megatrons_own_class(kind, tmp_path):
     transformers_ids(tmp_path)  # names the class
     for on in True, False:
         theirs = library.HuggingFaceTokenizer(str(tmp_path), use_fast=True, include_special_tokens=on)
-        ours = with_special_tokens(build_tokenizer("HuggingFaceTokenizer", str(tmp_path)), on)
+        ours = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        ours.include_special_tokens(on)
         found, counts = ours.encode_many(TEXTS, special=True)  # Megatron's way with those in a text
         assert found.tolist() == sum(map(theirs.text_to_ids, TEXTS), [])
         assert len(counts) == len(TEXTS) and ours.eod == theirs.eos_id

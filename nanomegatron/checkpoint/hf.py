@@ -31,7 +31,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import why_no_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.user_files import check_file, read_json
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
@@ -270,7 +270,9 @@ def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     for kind, files in TOKENIZER_FILES.items():
         if all((folder / name).is_file() for name in files.values()):
             paths = {key: str(folder / name) for key, name in files.items()}
-            return with_special_tokens(build_tokenizer(kind, **paths), True)
+            tokenizer = build_tokenizer(kind, **paths)
+            tokenizer.include_special_tokens(True)
+            return tokenizer
     return build_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 

@@ -36,7 +36,6 @@ from nanomegatron.data.tokenizer import (
     build_tokenizer,
     prompt_ids,
     tokenizer_from_spec,
-    with_special_tokens,
 )
 from nanomegatron.fast.decode import decoder, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
@@ -78,7 +77,7 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         one_thread_if_small(sum(p.numel() for p in model.parameters()))
         args.sampling = args.sampling._replace(stops=stops_of(args.load, tokenizer))
         if args.tokenizer_hf_no_include_special_tokens:
-            tokenizer = with_special_tokens(tokenizer, False)
+            tokenizer.include_special_tokens(False)
         special = args.parse_special_tokens
         if special and not isinstance(tokenizer, TikTokenizer | HuggingFaceTokenizer):
             raise ValueError(

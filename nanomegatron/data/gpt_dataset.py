@@ -39,7 +39,7 @@ from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.packed_dataset import DocumentDataset
 from nanomegatron.data.samples import Samples
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec, with_special_tokens
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 
 _SPLITS = ("train", "valid", "test")
 
@@ -319,7 +319,7 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
     tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
     tokenizer = build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
     if kind == "HuggingFaceTokenizer":
-        with_special_tokens(tokenizer, _special_tokens_around(data))
+        tokenizer.include_special_tokens(_special_tokens_around(data))
     return tokenizer
 
 

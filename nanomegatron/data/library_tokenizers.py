@@ -11,6 +11,7 @@ import numpy as np
 
 from nanomegatron.data.vocabulary import (
     EOD,
+    Tokenizer,
     existing_file,
     import_extra,
     joined_ids,
@@ -22,7 +23,7 @@ from nanomegatron.data.vocabulary import (
 _HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, run by the tokenizers library; no code from a model repository is executed.
 
     With the special tokens that its post-processor puts around a text, as in transformers and Megatron.
@@ -54,12 +55,9 @@ class HuggingFaceTokenizer:
     def include_special_tokens(self, include: bool) -> None:
         """Put those of the post-processor around each text, or leave them out."""
         self._add = include and bool(self._added)
-        self.prefix_ids = self._added[: self._before] if self._add else []
-        self.suffix_ids = self._added[self._before :] if self._add else []
+        added = self._added if self._add else []
         self.left_out_ids = [] if self._add else self._added
-        self.spec.pop("include_special_tokens", None)
-        if self._add:
-            self.spec["include_special_tokens"] = True
+        self.put_around(added[: self._before], added[self._before :])
 
     @staticmethod
     def _find_eod(path: Path, vocab: dict[str, int]) -> int:
@@ -77,12 +75,8 @@ class HuggingFaceTokenizer:
             'put a tokenizer_config.json with {"eos_token": "..."} beside it'
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
-        return self.encode_many([text])[0].tolist()
-
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts -> all ids, and how many each text has; special: special tokens are those tokens."""
+        """Encode texts, as every tokenizer does. Raises ValueError if one has half of a surrogate pair."""
         for text in texts:
             text.encode()
         self._tokenizer.encode_special_tokens = not special
@@ -96,7 +90,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece tokenizer.model; </s> ends a document. As in Megatron nothing is put around a text."""
 
     def __init__(self, model: str) -> None:
@@ -118,20 +112,12 @@ class SentencePieceTokenizer:
     def include_special_tokens(self, include: bool) -> None:
         """Put those around each text that the tokenizer_config.json beside the model asks for, or none."""
         asked = read_table(self._config) if include and self._config.is_file() else {}
-        self.prefix_ids = [self._processor.bos_id()] if asked.get("add_bos_token") is True else []
-        self.suffix_ids = [self.eod] if asked.get("add_eos_token") is True else []
-        self._add = {"add_bos": bool(self.prefix_ids), "add_eos": bool(self.suffix_ids)}
-        self.spec.pop("include_special_tokens", None)
-        if self.prefix_ids or self.suffix_ids:
-            self.spec["include_special_tokens"] = True
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
-        text.encode()
-        return self._processor.encode(text, **self._add)
+        bos, eos = (asked.get(f"add_{name}_token") is True for name in ("bos", "eos"))
+        self._add = {"add_bos": bos, "add_eos": eos}
+        self.put_around([self._processor.bos_id()] * bos, [self.eod] * eos)
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts -> all ids, and how many each text has; special tokens are text either way."""
+        """Encode texts; special tokens are text either way. Raises as HuggingFaceTokenizer's."""
         for text in texts:
             text.encode()
         return joined_ids(self._processor.encode(list(texts), num_threads=1, **self._add) if texts else [])

@@ -17,11 +17,10 @@ neighbours whose concatenation has the lowest rank are merged repeatedly. The ra
 list of byte strings in order is the whole model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tiktoken
@@ -29,6 +28,7 @@ import tiktoken
 from nanomegatron.data.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from nanomegatron.data.vocabulary import (
     EOD,
+    Tokenizer,
     byte_alphabet,
     check_ids,
     existing_file,
@@ -56,41 +56,13 @@ MEGATRON_PATTERNS = {
 MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # then <SPECIAL_7> and so on
 
 
-class Tokenizer(Protocol):
-    """The interface of all tokenizers."""
-
-    vocab_size: int  # all ids are below it
-    eod: int  # the id that ends a document
-    spec: dict  # the argument of `tokenizer_from_spec`; file names are absolute
-    fingerprint: str  # SHA-256 of everything that defines the ids of the text itself
-    prefix_ids: Sequence[int]  # that `encode` puts before each text, such as <s>
-    suffix_ids: Sequence[int]  # and behind it
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; special tokens in it are encoded as ordinary text."""
-
-    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts -> all ids, and how many each text has.
-
-        special: special tokens in a text are those tokens, as Megatron's tokenizers have it.
-        """
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
-
-
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id per byte of UTF-8, and 256 for <|endoftext|>."""
-
-    prefix_ids = suffix_ids = ()
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
         self.spec = {"type": "ByteTokenizer"}
         self.fingerprint = sha256_of("ByteTokenizer")
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
         raw = [text.encode() for text in texts]
@@ -100,10 +72,8 @@ class ByteTokenizer:
         return b"".join(bytes([i]) if i < 256 else EOD.encode() for i in ids).decode(errors="replace")
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Text is decimal ids separated by blanks; `eod` ends a document (None: the last id)."""
-
-    prefix_ids = suffix_ids = ()
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         last = vocab_size - 1
@@ -130,14 +100,11 @@ class NullTokenizer:
                 raise ValueError(f"id {i} is outside 0..{self.vocab_size - 1}; raise --vocab-size")
         return ids
 
-    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        return joined_ids(map(self.encode, texts))
-
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(i) for i in ids)
 
 
-class TikTokenizer:
+class TikTokenizer(Tokenizer):
     """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
 
     A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2, the only special token
@@ -147,8 +114,6 @@ class TikTokenizer:
     A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
     document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
     """
-
-    prefix_ids = suffix_ids = ()
 
     def __init__(
         self,
@@ -220,18 +185,11 @@ class TikTokenizer:
     def _known(self) -> set[int]:
         return {*self._encoding._mergeable_ranks.values(), *self._encoding._special_tokens.values()}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
-        return self._call(self._encoding.encode_ordinary, text)
-
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        encode = partial(self._encoding.encode, allowed_special="all")
-        return joined_ids(self._call(encode if special else self._encoding.encode_ordinary, x) for x in texts)
-
-    @staticmethod
-    def _call(function: Callable[[str], list[int]], text: str) -> list[int]:
+        """Encode texts, as every tokenizer does. Raises ValueError if one overflows tiktoken's stack."""
+        with_special = partial(self._encoding.encode, allowed_special="all")
         try:
-            return function(text)
+            return joined_ids(map(with_special if special else self._encoding.encode_ordinary, texts))
         except BaseException as error:
             # A Rust panic, whose class no module exports, or with `encode_to_numpy` a ValueError.
             if type(error).__name__ != "PanicException" and not str(error).startswith("Regex error"):
@@ -346,16 +304,10 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
             moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
             found[name] = next((str(path) for path in moved if path.exists()), value)
     include = found.pop("include_special_tokens")
-    tokenizer = with_special_tokens(build_tokenizer(found.pop("type"), **found), include)
+    tokenizer = build_tokenizer(found.pop("type"), **found)
+    tokenizer.include_special_tokens(include)
     if include and not (tokenizer.prefix_ids or tokenizer.suffix_ids):
         raise ValueError(f"{spec}: its files put no special tokens around a text now, other than before")
-    return tokenizer
-
-
-def with_special_tokens(tokenizer: Tokenizer, include: bool) -> Tokenizer:
-    """Return the tokenizer, which puts its library's special tokens around a text, or does not."""
-    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
-        tokenizer.include_special_tokens(include)
     return tokenizer
 
 
@@ -377,8 +329,9 @@ def around_a_prompt(tokenizer: Tokenizer) -> Iterator[str]:
     if tokenizer.suffix_ids:
         ends = named_ids(tokenizer, tokenizer.suffix_ids)
         yield f"prompts are without {ends}, which the tokenizer puts behind a text: it is not at its end"
-    if left_out := getattr(tokenizer, "left_out_ids", ()):
-        yield f"prompts are without {named_ids(tokenizer, left_out)}, as asked for, or as in the model's data"
+    if tokenizer.left_out_ids:
+        left_out = named_ids(tokenizer, tokenizer.left_out_ids)
+        yield f"prompts are without {left_out}, as asked for, or as in the model's data"
 
 
 def named_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

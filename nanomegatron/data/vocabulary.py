@@ -1,10 +1,10 @@
-"""Reads and checks the files of tokenizers: tiktoken's ranks, JSON vocabularies, and their ids."""
+"""What tokenizers have in common, and their files: tiktoken's ranks, JSON vocabularies, ids."""
 
 import base64
 import binascii
 import hashlib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,43 @@ from nanomegatron.config.user_files import (
 
 EOD = "<|endoftext|>"
 MOST_IDS = 2**31  # the limit of Megatron's .bin files
+
+
+class Tokenizer:
+    """The interface of all tokenizers. Each has an `encode` or an `encode_many` of its own."""
+
+    vocab_size: int  # all ids are below it
+    eod: int  # the id that ends a document
+    spec: dict  # the argument of `tokenizer_from_spec`; file names are absolute
+    fingerprint: str  # SHA-256 of everything that defines the ids of the text itself
+    prefix_ids: Sequence[int] = ()  # that `encode` puts before each text, such as <s>
+    suffix_ids: Sequence[int] = ()  # and behind it
+    left_out_ids: Sequence[int] = ()  # that the library would put there, and was asked not to
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; special tokens in it are encoded as ordinary text."""
+        return self.encode_many([text])[0].tolist()
+
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts -> all ids, and how many each text has.
+
+        special: special tokens in a text are those tokens, as Megatron's tokenizers have it.
+        """
+        return joined_ids(map(self.encode, texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        raise NotImplementedError
+
+    def include_special_tokens(self, include: bool) -> None:
+        """Put the library's special tokens around each text, or leave them out; most have none."""
+
+    def put_around(self, prefix_ids: Sequence[int], suffix_ids: Sequence[int]) -> None:
+        """Note what `encode` puts around each text; `spec` says whether there is anything."""
+        self.prefix_ids, self.suffix_ids = prefix_ids, suffix_ids
+        self.spec.pop("include_special_tokens", None)
+        if prefix_ids or suffix_ids:
+            self.spec["include_special_tokens"] = True
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
