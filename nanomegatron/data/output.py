@@ -174,7 +174,19 @@ class DatasetOutput:
                 )
         before = [np.concatenate(([0], *each)).cumsum() for each in self._sizes]  # each sequence, and in all
         for builder, text_bytes in zip(self.builders, before):
-            builder.finalize(self._sidecar(builder, text_bytes))
+            builder.finalize(
+                dict(
+                    documents=builder.documents,
+                    empty_documents=builder.documents - builder.sequences,
+                    tokens=builder.tokens,
+                    text_bytes=int(text_bytes[-1]),
+                    text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
+                    max_token=builder.max_token,
+                    **self._facts,
+                    tokenizer=self.tokenizer.spec,
+                    fingerprint=self.tokenizer.fingerprint,
+                )
+            )
         if self.skipped:
             with publish(f"{self.prefix}.skipped") as temporary:
                 temporary.write_text("\n".join(self.skipped) + "\n", encoding="utf-8")
@@ -195,17 +207,3 @@ class DatasetOutput:
         if self.tokenizer.suffix_ids and self._facts.get("append_eod"):
             text += f", then {named_ids(self.tokenizer, [self.tokenizer.eod])} of --append-eod"
         return f"; each document {text}" if text else ""
-
-    def _sidecar(self, builder: IndexedDatasetBuilder, text_bytes: np.ndarray) -> dict[str, Any]:
-        """Return the contents of the .json. text_bytes: bytes of text before each sequence, and in all."""
-        return dict(
-            documents=builder.documents,
-            empty_documents=builder.documents - builder.sequences,
-            tokens=builder.tokens,
-            text_bytes=int(text_bytes[-1]),
-            text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
-            max_token=builder.max_token,
-            **self._facts,
-            tokenizer=self.tokenizer.spec,
-            fingerprint=self.tokenizer.fingerprint,
-        )
