@@ -9,6 +9,7 @@ A document is a row; the keys are names of columns of strings. pyarrow reads the
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -57,10 +58,8 @@ def folder_files(folder: Path) -> list[str]:
             "Face data set is read by itself: *.parquet, data/*.parquet, or with a state.json"
         )
         raise ValueError(f"--input {folder}: {plain_text_hint(folder) or other}")
-    shards: dict[tuple[str, str], int] = {}
-    for path in found:
-        if part := re.fullmatch(r"(.+?)-\d+-of-(\d+)(-\w+)?", path.stem):
-            shards[part[1], part[2]] = shards.get((part[1], part[2]), 0) + 1
+    parts = [re.fullmatch(r"(.+?)-\d+-of-(\d+)(-\w+)?", path.stem) for path in found]
+    shards = Counter((part[1], part[2]) for part in parts if part)
     if len(shards) > 1:
         names = ", ".join(sorted({name for name, _ in shards}))
         one = f"{found[-1].parent}/{found[-1].name.split('-')[0]}-*.parquet"
