@@ -24,10 +24,11 @@ Whole documents as samples: data/packed_dataset.py.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,13 @@ class GPTDataset(Samples):
         for number in (*before, num_samples):
             if not plans or number > have:
                 more, own = (number - have, (seed, len(plans))) if plans else (number, seed)
-                plans.append(_Plan.make(sequences, tokens, more, seq_length, own))
+                plans.append(_plan_line(sequences, tokens, more, seq_length, own))
                 have += plans[-1].samples
         self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
             cache_folder,
             ("document_index", "sample_index", "shuffle_index"),
             {"lengths": indexed.identity, "lines": [vars(p) for p in plans]} if cache_folder else {},
-            lambda: _joined([plan.build(lengths) for plan in plans]),
+            lambda: _joined([_build_line(plan, lengths) for plan in plans]),
         )
 
     @property
@@ -100,44 +101,46 @@ class GPTDataset(Samples):
         return self.checked(np.concatenate(parts, dtype=np.int64), i)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """All that the three indices of a line depend on, besides the lengths of the sequences."""
+def _plan_line(
+    sequences: tuple[int, int], tokens: int, num_samples: int | None, seq_length: int, seed: Any
+) -> SimpleNamespace:
+    """Return all that the three indices of a line depend on, besides the lengths of the sequences.
 
-    sequences: tuple[int, int]
-    tokens: int  # per epoch
-    epochs: int
-    samples: int
-    together: int  # samples shuffled together; the rest, of the last epoch, are shuffled separately
-    seq_length: int
-    seed: int | tuple[int, int]
+    tokens: per epoch; together: samples shuffled together; the rest, of the last epoch, separately.
+    """
+    epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
+    samples = together = (epochs * tokens - 1) // seq_length
+    if epochs > 1:
+        before = ((epochs - 1) * tokens - 1) // seq_length
+        if num_samples - before < int(0.8 * ((tokens - 1) // seq_length)):
+            together = before
+    return SimpleNamespace(
+        sequences=tuple(sequences),
+        tokens=tokens,
+        epochs=epochs,
+        samples=samples,
+        together=together,
+        seq_length=seq_length,
+        seed=seed,
+    )
 
-    @classmethod
-    def make(cls, sequences, tokens: int, num_samples: int | None, seq_length: int, seed: Any) -> "_Plan":
-        epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
-        samples = together = (epochs * tokens - 1) // seq_length
-        if epochs > 1:
-            before = ((epochs - 1) * tokens - 1) // seq_length
-            if num_samples - before < int(0.8 * ((tokens - 1) // seq_length)):
-                together = before
-        return cls(tuple(sequences), tokens, epochs, samples, together, seq_length, seed)
 
-    def build(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Document index i32 [documents], sample index i32 [samples + 1, 2], shuffle index u32 [samples]."""
-        random = np.random.RandomState(self.seed)
-        once = np.arange(*self.sequences, dtype=np.int32)
-        apart = int(self.together < self.samples)
-        documents = np.concatenate(
-            [_shuffled(np.tile(once, self.epochs - apart), random)]
-            + [_shuffled(once, random) for _ in range(apart)]
-        )
-        index = build_sample_index(lengths, documents, self.seq_length, self.samples)
-        kind = np.uint32 if self.samples < np.iinfo(np.uint32).max - 1 else np.int64
-        shuffle = _shuffled(np.arange(self.together, dtype=kind), random)
-        if apart:
-            last = np.arange(self.together, self.samples, dtype=kind)
-            shuffle = np.concatenate([shuffle, _shuffled(last, random)])
-        return documents, index, shuffle
+def _build_line(plan: SimpleNamespace, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Document index i32 [documents], sample index i32 [samples + 1, 2], shuffle index u32 [samples]."""
+    random = np.random.RandomState(plan.seed)
+    once = np.arange(*plan.sequences, dtype=np.int32)
+    apart = int(plan.together < plan.samples)
+    documents = np.concatenate(
+        [random.permutation(np.tile(once, plan.epochs - apart))]
+        + [random.permutation(once) for _ in range(apart)]
+    )
+    index = build_sample_index(lengths, documents, plan.seq_length, plan.samples)
+    kind = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
+    shuffle = random.permutation(np.arange(plan.together, dtype=kind))
+    if apart:
+        last = np.arange(plan.together, plan.samples, dtype=kind)
+        shuffle = np.concatenate([shuffle, random.permutation(last)])
+    return documents, index, shuffle
 
 
 def _joined(lines: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
@@ -168,12 +171,6 @@ def build_sample_index(
     index[:, 0], index[:, 1] = places, cuts - ends[places] + lengths[documents[places]]
     index[0] = 0  # even where the first document is empty
     return index
-
-
-def _shuffled(x: np.ndarray, random: np.random.RandomState) -> np.ndarray:
-    x = x.copy()
-    random.shuffle(x)
-    return x
 
 
 class MockGPTLowLevelDataset:
@@ -214,10 +211,8 @@ def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
         raise ValueError(f"--split {split}: one to three numbers >= 0, such as 969,30,1") from None
     # Megatron's order of additions: another rounding would move a boundary.
     parts = (np.array(weights) / np.sum(weights)).tolist()
-    bounds = [0.0]
-    for part in parts:
-        bounds.append(bounds[-1] + part)
-    ranges = [(round(low * count), round(high * count)) for low, high in zip(bounds, bounds[1:])]
+    bounds = itertools.accumulate(parts, initial=0.0)
+    ranges = [(round(low * count), round(high * count)) for low, high in itertools.pairwise(bounds)]
     return tuple(r if w else None for r, w in zip(ranges, weights))
 
 
