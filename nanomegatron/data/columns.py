@@ -66,8 +66,9 @@ def folder_files(folder: Path) -> list[str]:
         raise ValueError(f"--input {folder}: has the splits {names}: give one, such as '{one}'")
     for (name, count), there in shards.items():
         if there != int(count):
-            rest = f"has {there} of the {int(count)} files of {name}: fetch the others"
-            raise ValueError(f"--input {folder}: {rest}")
+            raise ValueError(
+                f"--input {folder}: has {there} of the {int(count)} files of {name}: fetch the others"
+            )
     return [str(path) for path in found]
 
 

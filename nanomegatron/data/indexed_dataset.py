@@ -181,8 +181,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             Path(self.prefix + suffix).unlink(missing_ok=True)
         os.replace(self.prefix + ".bin.tmp", self.prefix + ".bin")
         if sidecar is not None:
-            blocks = {"bin_block_bytes": HASHED_BYTES, "bin_sha256": " ".join(self._hashes.finish())}
-            hashes = {"idx_sha256": index.hexdigest(), **blocks}
+            hashes = {
+                "idx_sha256": index.hexdigest(),
+                "bin_block_bytes": HASHED_BYTES,
+                "bin_sha256": " ".join(self._hashes.finish()),
+            }
             text = json.dumps({**sidecar, **hashes}, indent=2) + "\n"
             with publish(self.prefix + ".json") as temporary:
                 temporary.write_text(text, encoding="utf-8")

@@ -31,9 +31,12 @@ def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataCon
     Raises ConfigError past the end of the data if `dataloader_type` is single.
     """
     if data.dataloader_type == "single" and sample_ids.max(initial=0) >= len(dataset):
-        at = f"sample {sample_ids.max()} of {len(dataset)}"
-        fix = "train fewer iterations or start over with --dataloader-type cyclic"
-        raise ConfigError([f"{at}: the data is at its end; {fix}"])
+        raise ConfigError(
+            [
+                f"sample {sample_ids.max()} of {len(dataset)}: the data is at its end; "
+                "train fewer iterations or start over with --dataloader-type cyclic"
+            ]
+        )
     return (sample_ids % len(dataset)).tolist()
 
 

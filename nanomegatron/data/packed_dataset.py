@@ -53,8 +53,10 @@ class DocumentDataset(Samples):
         pieces = -(-np.maximum(self.lengths.astype(np.int64) - 1, 0) // seq_length)
         once = int(pieces.sum())
         if not once:
-            where = f"sequences {sequences[0]}..{sequences[1]}"
-            raise ValueError(f"{indexed.prefix}: no document of two tokens or more in {where}")
+            raise ValueError(
+                f"{indexed.prefix}: no document of two tokens or more in sequences "
+                f"{sequences[0]}..{sequences[1]}"
+            )
         epochs = max(1, -(-(num_samples or 1) // once))
         facts = dict(whole_documents=True, seq_length=seq_length, seed=seed, epochs=epochs)
         self.ends, self.shuffle_index = cached_arrays(

@@ -148,14 +148,25 @@ class TikTokenizer(Tokenizer):
     def _use_megatron(self, path: Path, vocab_size: int, pattern: str, special: int | None) -> None:
         special = 1000 if special is None else special
         if not len(MEGATRON_SPECIAL) <= special < vocab_size:
-            least = f"must be {len(MEGATRON_SPECIAL)} or more, and less than --vocab-size {vocab_size}"
-            raise ValueError(f"--tiktoken-num-special-tokens {special}: {least}")
+            raise ValueError(
+                f"--tiktoken-num-special-tokens {special}: must be {len(MEGATRON_SPECIAL)} or more, and less "
+                f"than --vocab-size {vocab_size}"
+            )
         names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
         ranks = read_megatron_ranks(path, vocab_size - special, special)
-        tables = {"mergeable_ranks": ranks, "special_tokens": {name: i for i, name in enumerate(names)}}
-        encoding = tiktoken.Encoding(path.name, pat_str=MEGATRON_PATTERNS[pattern], **tables)
-        settings = {"vocab_size": vocab_size, "pattern": pattern, "special": special}
-        spec = {"type": "TikTokenizer", "model": str(path.absolute()), **settings}
+        encoding = tiktoken.Encoding(
+            path.name,
+            pat_str=MEGATRON_PATTERNS[pattern],
+            mergeable_ranks=ranks,
+            special_tokens={name: i for i, name in enumerate(names)},
+        )
+        spec = {
+            "type": "TikTokenizer",
+            "model": str(path.absolute()),
+            "vocab_size": vocab_size,
+            "pattern": pattern,
+            "special": special,
+        }
         self._use(encoding, names.index("</s>"), spec, pattern)
 
     def _use_ranks(
@@ -166,8 +177,12 @@ class TikTokenizer(Tokenizer):
         if not isinstance(eod, str) or eod not in special_tokens:
             raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
         try:
-            tables = dict(mergeable_ranks=ranks, special_tokens=special_tokens)
-            encoding = tiktoken.Encoding(path.name, pat_str=pattern or GPT2_PATTERN, **tables)
+            encoding = tiktoken.Encoding(
+                path.name,
+                pat_str=pattern or GPT2_PATTERN,
+                mergeable_ranks=ranks,
+                special_tokens=special_tokens,
+            )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
         spec = {"type": "TikTokenizer", "model": str(path.absolute())}

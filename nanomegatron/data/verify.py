@@ -54,8 +54,10 @@ def _damaged_blocks(
     lines = []
     for _, pairs in itertools.groupby(enumerate(bad), key=lambda pair: pair[1] - pair[0]):  # neighbours
         stretch = [number for _, number in pairs]
-        where = f"bytes {stretch[0] * block}..{min(size, (stretch[-1] + 1) * block)}"
-        lines.append(f"{path}: damaged in {where}: another SHA-256 than in {prefix}.json; restore the file")
+        lines.append(
+            f"{path}: damaged in bytes {stretch[0] * block}..{min(size, (stretch[-1] + 1) * block)}: "
+            f"another SHA-256 than in {prefix}.json; restore the file"
+        )
     return lines
 
 

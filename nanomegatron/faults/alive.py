@@ -25,8 +25,10 @@ def why_dead(run: Training, health: Health) -> str:
     loss, norm = repeat_step(run, repeated)
     if math.isfinite(loss) and math.isfinite(norm):
         return ""
-    what = f"with its weights, which are finite, step {repeated} has loss {loss}, gradient norm {norm}"
-    return f"{what}: an update has made them unusable (see --lr, --clip-grad)"
+    return (
+        f"with its weights, which are finite, step {repeated} has loss {loss}, gradient norm {norm}: "
+        "an update has made them unusable (see --lr, --clip-grad)"
+    )
 
 
 def repeat_step(run: Training, iteration: int) -> tuple[float, float]:

@@ -57,8 +57,9 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     text = "".join(traceback.format_exception(error))
     if isinstance(error, RuntimeError) and re.search(LOST, str(error)):
         cause = " ".join(str(error).partition(". ")[0].split())
-        see = "another rank died or hangs, see its message or the launcher's"
-        message = text = f"{LOST_PEER} in {where}: {see} ({cause})"
+        message = text = (
+            f"{LOST_PEER} in {where}: another rank died or hangs, see its message or the launcher's ({cause})"
+        )
     log.status("failed", exit_code=1, message=message)
     log.warn(text)
     return code

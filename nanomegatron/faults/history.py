@@ -31,8 +31,10 @@ def check_history(config: Config, mesh: Mesh, log: RunLog) -> None:
     said = agreed(mesh, "", _compare if log.is_main else None, config, log)
     text = all_gather_text(said or "", mesh.world, mesh.device)[0]
     if text and config.checkpoint.exit_on_missing_checkpoint:
-        how = "mount or move back what is missing; or train from step 1 with --no-exit-on-missing-checkpoint"
-        raise CheckpointError(f"{text}; {how}")
+        raise CheckpointError(
+            f"{text}; mount or move back what is missing; "
+            "or train from step 1 with --no-exit-on-missing-checkpoint"
+        )
     if text and log.is_main:
         log.warn(f"{text}; --no-exit-on-missing-checkpoint: the run begins at step 1")
         log.status("running", iteration=0, checkpoint=None)
@@ -74,8 +76,10 @@ def _compare(config: Config, log: RunLog) -> str:
     newest, published = latest(save), _published(save)
     if newest is not None:
         if published is not None and published > newest:
-            gone = f"missing checkpoint: {save / LATEST} names iteration {published}, which is not there"
-            log.warn(f"{gone}; loading iteration {newest} instead: {published - newest} iterations are lost")
+            log.warn(
+                f"missing checkpoint: {save / LATEST} names iteration {published}, which is not there; "
+                f"loading iteration {newest} instead: {published - newest} iterations are lost"
+            )
         return ""
     none = f"{save} has no checkpoint"
     if published is not None:

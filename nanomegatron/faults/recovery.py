@@ -55,9 +55,10 @@ def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepRepor
     """
     rewind, sums = small_state(run), []
     health = run.observers.find(Health)
-    looks = run.buckets.before_reduce
-    looks["again"] = lambda bucket: sums.append(  # of the bits, which differs if one value does
-        bucket.grads.view(torch.int16).sum(dtype=torch.int64)
+    run.buckets.before_reduce["again"] = lambda bucket: (
+        sums.append(  # of the bits, which differs if one value does
+            bucket.grads.view(torch.int16).sum(dtype=torch.int64)
+        )
     )
     first = launch()
     numbers = first.judged()
@@ -73,12 +74,15 @@ def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepRepor
     same = [torch.equal(a, b) for a, b in zip(before, sums, strict=True)]
     text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
     if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:
-        what = f"step {iteration}: loss {numbers.loss}, gradient norm {numbers.grad_norm}"
-        again = f"run again from the same state it gave other gradients on {', '.join(faulty)}"
-        fix = "That step was not saved: run the same command without that machine"
-        raise MachineFault(f"{what}; {again}, so that machine is faulty. {fix}")
-    which = f"step {iteration} again (loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g})"
-    run.log.line(f"{which}: the same to the bit on every rank, so not a fault of a machine")
+        raise MachineFault(
+            f"step {iteration}: loss {numbers.loss}, gradient norm {numbers.grad_norm}; run again from the "
+            f"same state it gave other gradients on {', '.join(faulty)}, so that machine is faulty. "
+            "That step was not saved: run the same command without that machine"
+        )
+    run.log.line(
+        f"step {iteration} again (loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}): "
+        "the same to the bit on every rank, so not a fault of a machine"
+    )
     return second
 
 
@@ -96,8 +100,10 @@ def roll_back(run: Training) -> None:
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
     if newest < 0:
-        fix = "give --save-interval, or --on-spike skip"
-        raise BadSteps(f"step {spike}: a spike, and no checkpoint to return to in {folder}: {fix}")
+        raise BadSteps(
+            f"step {spike}: a spike, and no checkpoint to return to in {folder}: "
+            "give --save-interval, or --on-spike skip"
+        )
     progress.rollbacks[newest] += 1
     if progress.rollbacks[newest] > MOST_ROLLBACKS:
         raise BadSteps(f"step {spike}: a spike after {MOST_ROLLBACKS} returns to step {newest}; see --lr")

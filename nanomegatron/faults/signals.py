@@ -67,9 +67,12 @@ class Signals:
             self.count += 1
             self.name = signal.Signals(number).name
             if self.count > 1:
-                why = f"left at once by a second signal, {self.name}"
-                why += "; the same command resumes from the last save"
-                log.status("failed", exit_code=128 + number, message=why)
+                log.status(
+                    "failed",
+                    exit_code=128 + number,
+                    message=f"left at once by a second signal, {self.name}; "
+                    "the same command resumes from the last save",
+                )
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
@@ -104,16 +107,19 @@ class Signals:
         """Raise Preempted, or FolderLost, on every rank if any has to stop. Communicates as `anywhere`."""
         if self.anywhere(mesh):
             self.check_folders(mesh)
-            why = f"{self.cause} before the first step"
-            raise Preempted(f"{why}: nothing to save, the same command starts again")
+            raise Preempted(
+                f"{self.cause} before the first step: nothing to save, the same command starts again"
+            )
 
     def check_folders(self, mesh: Mesh, flag: str = "--") -> None:
         """Raise FolderLost on all ranks if a folder of these flags is lost. Communicates as `anywhere`."""
         lost = self.lost()
         if any_rank(any(each.name.startswith(flag) for each in lost), mesh.world, mesh.device):
             what = "; ".join(f"{each.name}: {each.folder} {each.lost()}" for each in lost)
-            fix = "put it back and the same command resumes from the last save, or give another --run-name"
-            raise FolderLost(f"{what}; nothing more is written there; {fix}")
+            raise FolderLost(
+                f"{what}; nothing more is written there; put it back and the same command resumes from the "
+                "last save, or give another --run-name"
+            )
 
 
 class Stops(Observer):
