@@ -59,11 +59,8 @@ class Health(Observer):
 
     def __init__(self, run: Training, streak: Streak | None = None) -> None:
         """streak: the bad steps before this start of the run; None: none, and none are kept."""
+        self.run = run
         self.config = run.config.faults
-        self.optimizer = run.optimizer
-        self.mesh = run.mesh
-        self.log = run.log
-        self.progress = run.progress
         self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
@@ -73,23 +70,22 @@ class Health(Observer):
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         """Give the optimizer what it judges the step by: weights and moments if it is time, limits."""
         every = self.config.check_states_interval
-        self.optimizer.checks_states = bool(every) and batch.iteration % every == 0
+        self.run.optimizer.checks_states = bool(every) and batch.iteration % every == 0
         self.set_limits(batch.iteration)
 
     def after_step(self, step: StepReport) -> None:
         self.judge(step.judged())
         if self.spike and self.config.on_spike == "skip":
-            self.progress.skipped_samples += step.batch.size
+            self.run.progress.skipped_samples += step.batch.size
             self.spike = None
 
     def set_limits(self, iteration: int) -> None:
         """Give the device the limits of the iteration that is launched next, if it has to judge them."""
-        acts = self.config.on_spike != "warn" or self.config.rerun_mode != "disabled"
-        if acts:
+        if self.config.on_spike != "warn" or self.config.rerun_mode != "disabled":
             limits = (FLOAT_MAX, FLOAT_MAX) if self.lifted else self.limits(iteration)
-            on_gpu = self.optimizer.limits.is_cuda
+            on_gpu = self.run.optimizer.limits.is_cuda
             values = torch.tensor(limits, dtype=torch.float64, pin_memory=on_gpu)
-            self.optimizer.limits.copy_(values, non_blocking=True)
+            self.run.optimizer.limits.copy_(values, non_blocking=True)
 
     def limits(self, iteration: int) -> tuple[float, float]:
         """The largest loss and gradient norm of an iteration that is no spike."""
@@ -121,10 +117,12 @@ class Health(Observer):
             return
         self.streak.end(batch.iteration)
         spike = self._spike(step)
-        if spike and self.mesh.rank == 0:
+        if spike and self.run.mesh.rank == 0:
             done = "the update was done" if step.good else "the update was skipped"
-            usual = f"the limit after the last {self.config.spike_window} steps"
-            self.log.warn(f"{which}: a spike: {spike}, {usual} (--spike-deviations); {done}")
+            self.run.log.warn(
+                f"{which}: a spike: {spike}, the limit after the last {self.config.spike_window} steps "
+                f"(--spike-deviations); {done}"
+            )
         if spike and not step.good:
             self.spike = batch.iteration
         self.window.append((batch.iteration, step.loss, step.grad_norm))
@@ -132,24 +130,26 @@ class Health(Observer):
 
     def _not_finite(self, step: StepNumbers, which: str) -> None:
         # A dynamic loss scale is meant to overflow until it fits.
-        scaler = self.optimizer.scaler
+        scaler = self.run.optimizer.scaler
         searching = math.isfinite(step.loss) and scaler.dynamic and step.loss_scale > scaler.minimum
         culprit, in_states = self.first_not_finite(step)
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
-        if self.mesh.rank == 0:
+        if self.run.mesh.rank == 0:
             if searching and not in_states:
                 said = f"{which}: {too_large(step.loss_scale)}"
             elif self.streak.now and culprit == self.culprit:
                 said = f"{which}: the same again; its update was skipped"
             else:
                 said = f"{text}; its update was skipped"
-            self.log.warn(said)
+            self.run.log.warn(said)
         self.culprit = culprit
         if not searching or in_states:
             self.streak.add(step.batch.iteration, text)
         if in_states:
-            last = "weights or Adam moments are not finite, so no later step can be good"
-            raise BadSteps(f"{last}. The first was {self.streak.text}. {NOT_SAVED}: {AGAIN}")
+            raise BadSteps(
+                "weights or Adam moments are not finite, so no later step can be good. The first was "
+                f"{self.streak.text}. {NOT_SAVED}: {AGAIN}"
+            )
         if self.streak.now and self.streak.count >= self.config.max_skipped_steps:
             raise BadSteps(f"{self.bad_steps()} (--max-skipped-steps). {self.advice()}")
 
@@ -169,11 +169,11 @@ class Health(Observer):
         Weights and moments come before gradients, which follow from them. Gathers a text over world.
         """
         states = next(self._bad_states(), "")
-        norms = zip(self.optimizer.part_names, step.part_norms.tolist(), strict=True)
+        norms = zip(self.run.optimizer.part_names, step.part_norms.tolist(), strict=True)
         gradient = next((name for name, x in norms if not math.isfinite(x)), "")
         mine = f"1 {states}" if states else f"2 gradient of {gradient}" if gradient else ""
-        here = f" on {self.mesh.label} ({socket.gethostname()})"
-        texts = all_gather_text(mine and mine + here, self.mesh.world, self.mesh.device)
+        here = f" on {self.run.mesh.label} ({socket.gethostname()})"
+        texts = all_gather_text(mine and mine + here, self.run.mesh.world, self.run.mesh.device)
         found = sorted((text for text in texts if text), key=lambda text: text[0])
         if not found:
             return "no tensor is: only the loss", False
@@ -182,12 +182,12 @@ class Health(Observer):
 
     def _bad_states(self) -> Iterator[str]:
         """Yield the names of non-finite weights and moments of this rank. Waits for gathers."""
-        self.optimizer.buckets.wait_params()
-        for kind, slices in optimizer_states(self.optimizer).items():
+        self.run.optimizer.buckets.wait_params()
+        for kind, slices in optimizer_states(self.run.optimizer).items():
             for piece, flat in slices:
                 if not flat.isfinite().all():
                     yield f"{kind} of {piece.part.name}"
-        for param in self.optimizer.params:
+        for param in self.run.optimizer.params:
             if param.is_floating_point() and not param.detach().float().isfinite().all():
                 yield f"weight {param.spec.name}"
 
@@ -196,7 +196,9 @@ class Health(Observer):
         float_types = (torch.float32, torch.bfloat16, torch.float16)
         own = [p for p in pieces if p.data.dtype in float_types and p.data.numel()]
         largest = torch._foreach_norm([p.data.detach() for p in own], math.inf)  # NaN if there is one
-        return [p.key for p in own], torch.stack([x.float().to(self.mesh.device) for x in largest]).isfinite()
+        return [p.key for p in own], torch.stack(
+            [x.float().to(self.run.mesh.device) for x in largest]
+        ).isfinite()
 
     def check_pieces(self, keys: list[str], finite: torch.Tensor, iteration: int) -> None:
         """Raise BadSteps, on all ranks, if a piece is not finite. Arguments: the result of `finite`.
@@ -204,8 +206,8 @@ class Health(Observer):
         Gathers a text over world.
         """
         bad = next((key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine), "")
-        text = bad and f"{bad} on {self.mesh.label} ({socket.gethostname()})"
-        if found := list(filter(None, all_gather_text(text, self.mesh.world, self.mesh.device))):
+        text = bad and f"{bad} on {self.run.mesh.label} ({socket.gethostname()})"
+        if found := list(filter(None, all_gather_text(text, self.run.mesh.world, self.run.mesh.device))):
             raise BadSteps(f"step {iteration} was not saved: {found[0]} is not finite; {AGAIN}")
 
     @property
