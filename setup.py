@@ -38,8 +38,13 @@ SWITCH = "NANOMEGATRON_BUILD_KERNELS"
 
 def find_cuda() -> Path | None:
     """The folder that has bin/nvcc; None where there is no compiler."""
-    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _above(shutil.which("nvcc"))]
-    places += ["/usr/local/cuda", *Path(sysconfig.get_path("purelib"), "nvidia").glob("cu*")]
+    places = [
+        os.environ.get("CUDA_HOME"),
+        os.environ.get("CUDA_PATH"),
+        _above(shutil.which("nvcc")),
+        "/usr/local/cuda",
+        *Path(sysconfig.get_path("purelib"), "nvidia").glob("cu*"),
+    ]
     return next((Path(place) for place in places if place and Path(place, "bin", "nvcc").is_file()), None)
 
 
@@ -186,19 +191,25 @@ def rules(cuda: Path, archs: list[str], sources: list[Path], target: Path, stric
 
     cxx = shlex.split(os.environ.get("CXX") or "g++")
     warnings = ["-Wall", "-Wextra", *["-Werror"] * strict]
-    nvcc = [cuda / "bin/nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *["-Werror", "all-warnings"] * strict]
-    nvcc += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    nvcc += ["-Xcompiler", ",".join(["-fPIC", *warnings]), f"-I{ROOT / 'cuda'}"]
+    nvcc = [
+        *(cuda / "bin/nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *["-Werror", "all-warnings"] * strict),
+        *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+        *("-Xcompiler", ",".join(["-fPIC", *warnings]), f"-I{ROOT / 'cuda'}"),
+    ]
     if os.environ.get("CXX") and len(cxx) == 1:  # "ccache g++" is more than nvcc takes
         nvcc += ["-ccbin", *cxx]
-    # Headers of others are not ours to warn about; CUDA's may be in /usr/include, which -isystem would break.
-    includes = [f"-isystem{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
-    includes += [f"-I{path}" for path in (cuda / "include", ROOT / "cuda")]
     named = " ".join(f"sm_{arch}" for arch in archs)
-    cpp = [*cxx, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *warnings, *includes]
-    cpp += [f'-DKERNEL_ARCHS="{named}"']
-    libs = [f"-L{path}" for path in (cuda / "lib64", cuda / "lib", *sorted(cuda.glob("targets/*/lib")))]
-    libs += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    cpp = [
+        *(*cxx, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *warnings),
+        # Headers of others are not ours to warn about; CUDA's may be in /usr/include, which -isystem breaks.
+        *(f"-isystem{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())),
+        *(f"-I{path}" for path in (cuda / "include", ROOT / "cuda")),
+        f'-DKERNEL_ARCHS="{named}"',
+    ]
+    libs = [
+        *(f"-L{path}" for path in (cuda / "lib64", cuda / "lib", *sorted(cuda.glob("targets/*/lib")))),
+        *("-lcudart_static", "-ldl", "-lrt", "-lpthread"),
+    ]
     compiled = "-MD -MF $out.d -c $in -o $out\n  depfile = $out.d"
     lines = [
         f"rule cu\n  command = {_words(nvcc)} {compiled}",

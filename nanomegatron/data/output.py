@@ -115,8 +115,7 @@ class DatasetOutput:
             raise ValueError("--resume: standard input cannot be read again; give files")
         status = [(os.path.abspath(file), os.stat(file)) for file in files]
         facts = {f"file {i + 1}": [name, s.st_size, s.st_mtime_ns] for i, (name, s) in enumerate(status)}
-        facts |= {"keys": list(self.keys)} | self._facts
-        facts |= {"tokenizer": self.tokenizer.fingerprint}
+        facts |= {"keys": list(self.keys), **self._facts, "tokenizer": self.tokenizer.fingerprint}
         path = self._unfinished / "run.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

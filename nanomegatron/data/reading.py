@@ -129,17 +129,18 @@ def input_files(patterns: Iterable[str]) -> list[str]:
 
 def _fetch(address: str) -> str:
     """What to do about input at an address."""
-    programs = {"s3": f"aws s3 cp {address} -", "gs": f"gcloud storage cat {address}"}
-    programs |= dict.fromkeys(("http", "https"), f"curl -L {address}")
+    programs = {
+        "s3": f"aws s3 cp {address} -",
+        "gs": f"gcloud storage cat {address}",
+        "http": f"curl -L {address}",
+        "https": f"curl -L {address}",
+    }
     scheme = address.split(":")[0].lower()
     if scheme == "hf":
         return "hf download NAME --repo-type dataset --local-dir FOLDER, then --input FOLDER"
-    lines = (
-        f", or for JSON Lines {programs[scheme]} | nanomegatron preprocess --input - ..."
-        if scheme in programs
-        else ""
-    )
-    return f"copy it here{lines}"
+    if scheme not in programs:
+        return "copy it here"
+    return f"copy it here, or for JSON Lines {programs[scheme]} | nanomegatron preprocess --input - ..."
 
 
 def kind(file: str) -> str:

@@ -26,8 +26,14 @@ from nanomegatron.report.status import read_status, write_status
 DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
 BAD_STEPS, FAULTY_MACHINE = 16, 17
-CODES = {ConfigError: BAD_CONFIG, CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
-CODES |= {FolderLost: SAVE_FAILED, BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
+CODES = {
+    ConfigError: BAD_CONFIG,
+    CheckpointError: NO_CHECKPOINT,
+    SaveError: SAVE_FAILED,
+    FolderLost: SAVE_FAILED,
+    BadSteps: BAD_STEPS,
+    MachineFault: FAULTY_MACHINE,
+}
 EXIT_CODES = tuple(CODES.values())  # the rank has printed its message
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
