@@ -86,10 +86,8 @@ class GPTDataset(Samples):
         """How often the samples go through the text; the last time perhaps not to its end."""
         return len(self.document_index) // (self.sequences[1] - self.sequences[0])
 
-    def __getitem__(self, i: int) -> np.ndarray:
+    def tokens(self, i: int) -> np.ndarray:
         """The i-th sample, int64 [seq_length + 1]."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)} in {self.indexed.prefix}")
         cut = int(self.shuffle_index[i])
         (first, begin), (last, end) = self.sample_index[cut : cut + 2].tolist()
         documents = self.document_index[first : last + 1].tolist()
@@ -98,7 +96,7 @@ class GPTDataset(Samples):
             offset = begin if place == first else 0
             length = end + 1 - offset if place == last else None
             parts.append(self.indexed.get(document, offset, length))
-        return self.checked(np.concatenate(parts, dtype=np.int64), i)
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def _plan_line(

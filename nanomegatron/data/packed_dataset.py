@@ -77,12 +77,10 @@ class DocumentDataset(Samples):
         """The number of tokens of sample i, which equals that of its labels."""
         return self._place(i)[2]
 
-    def __getitem__(self, i: int) -> np.ndarray:
+    def tokens(self, i: int) -> np.ndarray:
         """The i-th sample, int64 [length + 1]."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)} in {self.indexed.prefix}")
         sequence, offset, length = self._place(i)
-        return self.checked(self.indexed.get(sequence, offset, length + 1).astype(np.int64), i)
+        return self.indexed.get(sequence, offset, length + 1).astype(np.int64)
 
 
 def _epochs(samples: int, epochs: int, seed: int) -> np.ndarray:

@@ -17,8 +17,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def checked(self, sample: np.ndarray, i: int) -> np.ndarray:
-        """Return sample i, int64. Raises ValueError for an id outside the vocabulary: a GPU would abort."""
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The i-th sample, int64. Raises ValueError for an id outside the vocabulary: a GPU would abort."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)} in {self.indexed.prefix}")
+        sample = self.tokens(i)
         limit = self.indexed.vocab_size
         if limit and sample.view(np.uint64).max() >= limit:
             raise ValueError(
