@@ -39,8 +39,8 @@ def cached_arrays(
                     with publish(path) as temporary, open(temporary, "wb") as file:
                         np.save(file, array, allow_pickle=False)
                 with publish(record) as temporary:
-                    hashes = {"sha256": [file_hash(path) for path in files]}
-                    temporary.write_text(json.dumps({**json.loads(text), **hashes}))
+                    hashes = [file_hash(path) for path in files]
+                    temporary.write_text(json.dumps({**json.loads(text), "sha256": hashes}))
     except OSError as error:
         raise ValueError(f"{folder}: cannot keep caches there ({error}); set --data-cache-path") from None
     return _load(files, record)

@@ -186,9 +186,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 "bin_block_bytes": HASHED_BYTES,
                 "bin_sha256": " ".join(self._hashes.finish()),
             }
-            text = json.dumps({**sidecar, **hashes}, indent=2) + "\n"
             with publish(self.prefix + ".json") as temporary:
-                temporary.write_text(text, encoding="utf-8")
+                temporary.write_text(json.dumps({**sidecar, **hashes}, indent=2) + "\n", encoding="utf-8")
         os.replace(self.prefix + ".idx.tmp", self.prefix + ".idx")
         sync_folder(Path(self.prefix).parent)
         self._bin.close()
