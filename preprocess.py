@@ -120,8 +120,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
-    usage = "%(prog)s --input FILE --output-prefix PREFIX [OPTIONS]"
-    p = CommandParser(prog="nanomegatron preprocess", usage=usage, description=__doc__.splitlines()[0])
+    p = CommandParser(
+        prog="nanomegatron preprocess",
+        usage="%(prog)s --input FILE --output-prefix PREFIX [OPTIONS]",
+        description=__doc__.splitlines()[0],
+    )
     for name, declared in FLAGS.items():
         p.add_argument(name, **declared)
     return p
@@ -141,12 +144,12 @@ def verify_data(prefixes: list[str]) -> int:
 
 def preprocess_arguments(a: argparse.Namespace) -> list[str]:
     """Tokenize as the command line says; returns a line of report for each dataset."""
-    for flag in ("output_prefix", "tokenizer_type"):
-        if not getattr(a, flag):
-            fix = dict(
-                output_prefix="the start of the files' names", tokenizer_type=", ".join(TOKENIZER_TYPES)
-            )
-            raise ValueError(f"--{flag.replace('_', '-')} is missing; give it: {fix[flag]}")
+    for flag, value, fix in (
+        ("--output-prefix", a.output_prefix, "the start of the files' names"),
+        ("--tokenizer-type", a.tokenizer_type, ", ".join(TOKENIZER_TYPES)),
+    ):
+        if not value:
+            raise ValueError(f"{flag} is missing; give it: {fix}")
     for flag, least in (("workers", 1), ("partitions", 1), ("skip_bad_lines", 0)):
         if (value := getattr(a, flag)) < least:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: {least} is the least")

@@ -308,9 +308,16 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
             why = escaped(str(error), keep="")
             raise ValueError(f"{_first_prefix(data)}.json: the tokenizer that made the data: {why}") from None
     kind = data.tokenizer_type or "NullTokenizer"
-    files = data.tokenizer_model, data.vocab_file, data.merge_file
-    tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
-    tokenizer = build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
+    tokenizer = build_tokenizer(
+        kind,
+        data.tokenizer_model,
+        data.vocab_file,
+        data.merge_file,
+        data.vocab_size,
+        data.null_tokenizer_eod_id,
+        data.tiktoken_pattern,
+        data.tiktoken_num_special_tokens,
+    )
     if kind == "HuggingFaceTokenizer":
         tokenizer.include_special_tokens(_special_tokens_around(data))
     return tokenizer

@@ -165,9 +165,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         index = hashlib.sha256()
         with open(self.prefix + ".idx.tmp", "wb") as file:
-            header = _HEADER.pack(_MAGIC, _VERSION, self._code, len(lengths), len(self._documents))
             for part in (
-                header,
+                _HEADER.pack(_MAGIC, _VERSION, self._code, len(lengths), len(self._documents)),
                 lengths.astype("<i4"),
                 pointers.astype("<i8"),
                 np.array(self._documents, "<i8"),

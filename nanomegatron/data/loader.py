@@ -48,7 +48,6 @@ def load_batch(
     Raises ConfigError past the end of the data if `dataloader_type` is single.
     """
     inside = numbers(dataset, sample_ids, data)
-    by_document = data.reset_position_ids or data.reset_attention_mask
     if not tokens_too and not data.reset_attention_mask:  # nothing is read
         place = torch.arange(data.seq_length)
         return Batch(None, place, torch.from_numpy(sample_ids))
@@ -58,7 +57,7 @@ def load_batch(
     if data.eod_mask_loss:
         loss_mask[tokens == eod] = 0
     documents: dict[str, Any] = {}
-    if by_document:
+    if data.reset_position_ids or data.reset_attention_mask:
         begins = np.ones(tokens.shape, bool)  # where a document begins
         begins[:, 1:] = tokens[:, :-1] == eod
     if data.reset_position_ids:

@@ -53,9 +53,11 @@ class DatasetOutput:
         """Open the builders; `resume`: go on from the shards of an earlier run, and keep this one's."""
         with contextlib.ExitStack() as stack:
             dtype = best_dtype(self.tokenizer.vocab_size)
-            names = [f"{self.prefix}_{key}_document" for key in self.keys]
             self.builders = [
-                stack.enter_context(IndexedDatasetBuilder(name, dtype, keep=resume)) for name in names
+                stack.enter_context(
+                    IndexedDatasetBuilder(f"{self.prefix}_{key}_document", dtype, keep=resume)
+                )
+                for key in self.keys
             ]
             if resume:
                 self._unfinished = Path(f"{self.prefix}.unfinished")

@@ -42,6 +42,8 @@ def text_bytes_before(path: str | Path, sidecar: dict) -> list[int]:
     words = sidecar["text_bytes_before"].split()
     found = [int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 19]
     if not 1 < len(found) == len(words) or found != sorted(found):
-        shown = sidecar["text_bytes_before"]
-        raise ValueError(f"{path}: text_bytes_before = {shown!r:.60}: must be two or more numbers that grow")
+        raise ValueError(
+            f"{path}: text_bytes_before = {sidecar['text_bytes_before']!r:.60}: "
+            "must be two or more numbers that grow"
+        )
     return found

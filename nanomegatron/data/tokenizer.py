@@ -185,8 +185,9 @@ class TikTokenizer(Tokenizer):
             )
         except (ValueError, TypeError) as error:
             raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
-        spec = {"type": "TikTokenizer", "model": str(path.absolute())}
-        self._use(encoding, special_tokens[eod], spec, pattern)
+        self._use(
+            encoding, special_tokens[eod], {"type": "TikTokenizer", "model": str(path.absolute())}, pattern
+        )
 
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
         """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
@@ -239,14 +240,20 @@ class GPT2BPETokenizer(TikTokenizer):
         encoding = tiktoken.Encoding(
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOD: eod}
         )
-        spec = {"vocab_file": str(vocab.absolute()), "merge_file": str(merges.absolute())}
-        self._use(encoding, eod, {"type": "GPT2BPETokenizer", **spec})
+        self._use(
+            encoding,
+            eod,
+            {
+                "type": "GPT2BPETokenizer",
+                "vocab_file": str(vocab.absolute()),
+                "merge_file": str(merges.absolute()),
+            },
+        )
 
 
 class Llama3Tokenizer(TikTokenizer):
     """Llama 3's tokenizer.model: a rank file, with its own pattern and 256 special tokens after the ranks."""
 
-    pattern = LLAMA3_PATTERN
     named = (
         "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
         "step_id start_header_id end_header_id eom_id eot_id python_tag image"
@@ -259,10 +266,10 @@ class Llama3Tokenizer(TikTokenizer):
         special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
         check_ids(path, ranks, special)
         encoding = tiktoken.Encoding(
-            path.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=special
+            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
-        self._use(encoding, special["<|end_of_text|>"], spec, self.pattern)
+        self._use(encoding, special["<|end_of_text|>"], spec, LLAMA3_PATTERN)
 
 
 def build_tokenizer(
