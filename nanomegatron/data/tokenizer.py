@@ -46,6 +46,10 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA3_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
+    "step_id start_header_id end_header_id eom_id eot_id python_tag image"
+).split()
 # Megatron's two patterns for its JSON vocabularies: Mistral's tekken uses v2.
 MEGATRON_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -105,92 +109,10 @@ class NullTokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
+    """Byte pair encoding by tiktoken."""
 
-    A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2, the only special token
-    is <|endoftext|>, after the ranks, unless FILE.json says otherwise:
-    `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
-
-    A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
-    document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        vocab_size: int | None = None,
-        pattern: str | None = None,
-        special: int | None = None,
-    ) -> None:
-        path = Path(model)
-        if path.is_file() and path.suffix == ".json":
-            self._use_megatron(path, vocab_size or 2**17, pattern or "v2", special)
-        elif pattern or special is not None:
-            given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
-            raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
-        elif path.is_file():
-            sidecar, keys = Path(f"{path}.json"), ("pattern", "special_tokens", "eod")
-            settings = read_table(sidecar, keys) if sidecar.is_file() else {}
-            self._use_ranks(read_ranks(path), path, **settings)
-        elif model in tiktoken.list_encoding_names():
-            try:
-                encoding = tiktoken.get_encoding(model)
-            except OSError as error:
-                raise ValueError(
-                    f"--tokenizer-model {model}: tiktoken has no copy of it and cannot fetch one ({error}); "
-                    "set TIKTOKEN_CACHE_DIR to a folder that holds it, or give a rank file"
-                ) from None
-            self._use(encoding, encoding.eot_token, {"type": "TikTokenizer", "model": model})
-        else:
-            names = ", ".join(tiktoken.list_encoding_names())
-            raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
-
-    def _use_megatron(self, path: Path, vocab_size: int, pattern: str, special: int | None) -> None:
-        special = 1000 if special is None else special
-        if not len(MEGATRON_SPECIAL) <= special < vocab_size:
-            raise ValueError(
-                f"--tiktoken-num-special-tokens {special}: must be {len(MEGATRON_SPECIAL)} or more, and less "
-                f"than --vocab-size {vocab_size}"
-            )
-        names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
-        ranks = read_megatron_ranks(path, vocab_size - special, special)
-        encoding = tiktoken.Encoding(
-            path.name,
-            pat_str=MEGATRON_PATTERNS[pattern],
-            mergeable_ranks=ranks,
-            special_tokens={name: i for i, name in enumerate(names)},
-        )
-        spec = {
-            "type": "TikTokenizer",
-            "model": str(path.absolute()),
-            "vocab_size": vocab_size,
-            "pattern": pattern,
-            "special": special,
-        }
-        self._use(encoding, names.index("</s>"), spec, pattern)
-
-    def _use_ranks(
-        self, ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
-    ) -> None:
-        special_tokens, sidecar = special_tokens or {EOD: max(ranks.values()) + 1}, Path(f"{path}.json")
-        check_ids(sidecar, ranks, special_tokens)
-        if not isinstance(eod, str) or eod not in special_tokens:
-            raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
-        try:
-            encoding = tiktoken.Encoding(
-                path.name,
-                pat_str=pattern or GPT2_PATTERN,
-                mergeable_ranks=ranks,
-                special_tokens=special_tokens,
-            )
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
-        self._use(
-            encoding, special_tokens[eod], {"type": "TikTokenizer", "model": str(path.absolute())}, pattern
-        )
-
-    def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
-        """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
+    def __init__(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
+        """pattern: goes into the fingerprint; that of a named encoding does not, tiktoken may rewrite it."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
         self.vocab_size = encoding.n_vocab
         ranks = sorted(encoding._mergeable_ranks.items(), key=itemgetter(1))
@@ -216,60 +138,133 @@ class TikTokenizer(Tokenizer):
         return self._encoding.decode([i for i in ids if i in self._known])
 
 
-class GPT2BPETokenizer(TikTokenizer):
-    """GPT-2's tokenizer from its two files, run by tiktoken."""
+def tik_tokenizer(
+    model: str,
+    vocab_size: int | None = None,
+    pattern: str | None = None,
+    special: int | None = None,
+) -> TikTokenizer:
+    """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
 
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
-        vocab, merges = existing_file(vocab_file, "--vocab-file"), existing_file(merge_file, "--merge-file")
-        alphabet = byte_alphabet()
-        try:
-            entries = read_table(vocab)
-            check_ids(vocab, entries)
-            eod = entries.pop(EOD)
-            ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
-            lines = merges.read_text(encoding="utf-8").split("\n")[1:]
-            merged = [line.replace(" ", "", 1) for line in lines if line]
-        except (KeyError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{vocab}, {merges}: not GPT-2's encoder.json and vocab.bpe ({error!r})"
-            ) from None
-        if sorted(entries, key=entries.get)[256:] != merged:
-            raise ValueError(
-                f"{vocab} and {merges} do not belong together: ids are not in the order of the merges"
-            )
+    A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2, the only special token
+    is <|endoftext|>, after the ranks, unless FILE.json says otherwise:
+    `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
+
+    A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
+    document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
+    """
+    path = Path(model)
+    if path.is_file() and path.suffix == ".json":
+        return _megatron_tokenizer(path, vocab_size or 2**17, pattern or "v2", special)
+    if pattern or special is not None:
+        given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
+        raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
+    if path.is_file():
+        sidecar, keys = Path(f"{path}.json"), ("pattern", "special_tokens", "eod")
+        settings = read_table(sidecar, keys) if sidecar.is_file() else {}
+        return _rank_tokenizer(read_ranks(path), path, **settings)
+    if model not in tiktoken.list_encoding_names():
+        names = ", ".join(tiktoken.list_encoding_names())
+        raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
+    try:
+        encoding = tiktoken.get_encoding(model)
+    except OSError as error:
+        raise ValueError(
+            f"--tokenizer-model {model}: tiktoken has no copy of it and cannot fetch one ({error}); "
+            "set TIKTOKEN_CACHE_DIR to a folder that holds it, or give a rank file"
+        ) from None
+    return TikTokenizer(encoding, encoding.eot_token, {"type": "TikTokenizer", "model": model})
+
+
+def _megatron_tokenizer(path: Path, vocab_size: int, pattern: str, special: int | None) -> TikTokenizer:
+    special = 1000 if special is None else special
+    if not len(MEGATRON_SPECIAL) <= special < vocab_size:
+        raise ValueError(
+            f"--tiktoken-num-special-tokens {special}: must be {len(MEGATRON_SPECIAL)} or more, and less "
+            f"than --vocab-size {vocab_size}"
+        )
+    names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
+    ranks = read_megatron_ranks(path, vocab_size - special, special)
+    encoding = tiktoken.Encoding(
+        path.name,
+        pat_str=MEGATRON_PATTERNS[pattern],
+        mergeable_ranks=ranks,
+        special_tokens={name: i for i, name in enumerate(names)},
+    )
+    spec = {
+        "type": "TikTokenizer",
+        "model": str(path.absolute()),
+        "vocab_size": vocab_size,
+        "pattern": pattern,
+        "special": special,
+    }
+    return TikTokenizer(encoding, names.index("</s>"), spec, pattern)
+
+
+def _rank_tokenizer(
+    ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
+) -> TikTokenizer:
+    special_tokens, sidecar = special_tokens or {EOD: max(ranks.values()) + 1}, Path(f"{path}.json")
+    check_ids(sidecar, ranks, special_tokens)
+    if not isinstance(eod, str) or eod not in special_tokens:
+        raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
+    try:
         encoding = tiktoken.Encoding(
-            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOD: eod}
+            path.name,
+            pat_str=pattern or GPT2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=special_tokens,
         )
-        self._use(
-            encoding,
-            eod,
-            {
-                "type": "GPT2BPETokenizer",
-                "vocab_file": str(vocab.absolute()),
-                "merge_file": str(merges.absolute()),
-            },
-        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
+    return TikTokenizer(
+        encoding, special_tokens[eod], {"type": "TikTokenizer", "model": str(path.absolute())}, pattern
+    )
 
 
-class Llama3Tokenizer(TikTokenizer):
+def gpt2_tokenizer(vocab_file: str, merge_file: str) -> TikTokenizer:
+    """GPT-2's tokenizer from its two files."""
+    vocab, merges = existing_file(vocab_file, "--vocab-file"), existing_file(merge_file, "--merge-file")
+    alphabet = byte_alphabet()
+    try:
+        entries = read_table(vocab)
+        check_ids(vocab, entries)
+        eod = entries.pop(EOD)
+        ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
+        lines = merges.read_text(encoding="utf-8").split("\n")[1:]
+        merged = [line.replace(" ", "", 1) for line in lines if line]
+    except (KeyError, ValueError, AttributeError) as error:
+        raise ValueError(f"{vocab}, {merges}: not GPT-2's encoder.json and vocab.bpe ({error!r})") from None
+    if sorted(entries, key=entries.get)[256:] != merged:
+        raise ValueError(
+            f"{vocab} and {merges} do not belong together: ids are not in the order of the merges"
+        )
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOD: eod}
+    )
+    return TikTokenizer(
+        encoding,
+        eod,
+        {
+            "type": "GPT2BPETokenizer",
+            "vocab_file": str(vocab.absolute()),
+            "merge_file": str(merges.absolute()),
+        },
+    )
+
+
+def llama3_tokenizer(model: str) -> TikTokenizer:
     """Llama 3's tokenizer.model: a rank file, with its own pattern and 256 special tokens after the ranks."""
-
-    named = (
-        "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
-        "step_id start_header_id end_header_id eom_id eot_id python_tag image"
-    ).split()
-
-    def __init__(self, model: str) -> None:
-        path = existing_file(model, "--tokenizer-model")
-        ranks = read_ranks(path)
-        names = self.named + [f"reserved_special_token_{i}" for i in range(2, 258 - len(self.named))]
-        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
-        check_ids(path, ranks, special)
-        encoding = tiktoken.Encoding(
-            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
-        spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
-        self._use(encoding, special["<|end_of_text|>"], spec, LLAMA3_PATTERN)
+    path = existing_file(model, "--tokenizer-model")
+    ranks = read_ranks(path)
+    names = LLAMA3_SPECIAL + [f"reserved_special_token_{i}" for i in range(2, 258 - len(LLAMA3_SPECIAL))]
+    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+    check_ids(path, ranks, special)
+    encoding = tiktoken.Encoding(
+        path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+    spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
+    return TikTokenizer(encoding, special["<|end_of_text|>"], spec, LLAMA3_PATTERN)
 
 
 def build_tokenizer(
@@ -282,7 +277,7 @@ def build_tokenizer(
     pattern: str | None = None,
     special: int | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of these flags; `kind` is a class name of this module.
+    """Return the tokenizer of these flags; `kind` is a key of this table.
 
     eod is for NullTokenizer; pattern and special are for a TikTokenizer with Megatron's JSON vocabulary.
 
@@ -292,11 +287,11 @@ def build_tokenizer(
         "ByteTokenizer": (ByteTokenizer, {}),
         "NullTokenizer": (partial(NullTokenizer, eod=eod), {"--vocab-size": vocab_size}),
         "TikTokenizer": (
-            partial(TikTokenizer, vocab_size=vocab_size, pattern=pattern, special=special),
+            partial(tik_tokenizer, vocab_size=vocab_size, pattern=pattern, special=special),
             {"--tokenizer-model": model},
         ),
-        "Llama3Tokenizer": (Llama3Tokenizer, {"--tokenizer-model": model}),
-        "GPT2BPETokenizer": (GPT2BPETokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
+        "Llama3Tokenizer": (llama3_tokenizer, {"--tokenizer-model": model}),
+        "GPT2BPETokenizer": (gpt2_tokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
         "HuggingFaceTokenizer": (HuggingFaceTokenizer, {"--tokenizer-model": model}),
         "SentencePieceTokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),
         "Llama2Tokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),  # Megatron's name
