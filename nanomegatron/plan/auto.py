@@ -1,13 +1,11 @@
-"""The layout that --auto-layout chooses, and the nearest one that fits where memory ran out."""
+"""The layout that --auto-layout chooses."""
 
 from dataclasses import replace
-from typing import Any
 
 from nanomegatron.config.cli import ConfigError, Parsed, build_config
-from nanomegatron.config.rules import spelled, values_of
+from nanomegatron.config.rules import values_of
 from nanomegatron.plan.cluster import Cluster, load_cluster
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.room import Planned
 from nanomegatron.plan.search import Search, disadvantage, usual_batch
 
 CPU_ROWS = 4  # of a step for each rank without a GPU, where no batch is given
@@ -45,29 +43,3 @@ def cluster_of(gpu: str) -> Cluster:
         return load_cluster(gpu)
     except ValueError:
         return load_cluster("h100")
-
-
-def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
-    """Return in a line the flags of the layout that fits `room` bytes and differs least from this run's.
-
-    gpu: the device's name.
-    """
-    values = values_of(run.config)
-    settings = Parsed(build_config(values | dict(data_parallel_size=None)), [])
-    search = Search(settings, run.vocab_size, run.world, cluster_of(gpu), run.machine, room)
-    fits, _ = search.run()
-
-    def changed(changes: dict[str, Any]) -> list[str]:
-        return [
-            spelled(name, value)
-            for name, value in changes.items()
-            if value != values[name] and not (value == 1 and values[name] is None)
-        ]
-
-    allowed = (c for c in fits if not search.errors(c))
-    found = sorted(allowed, key=lambda c: (len(changed(c.changes)), c.rank))
-    if not found:
-        return "no layout of this model fits these GPUs; take more of them"
-    need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GiB"
-    flags = " ".join(changed(found[0].changes)) or "this one; something else takes memory"
-    return f"the nearest layout that fits by the plan ({need}): {flags}"

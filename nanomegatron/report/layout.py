@@ -1,4 +1,4 @@
-"""What the planner says of a run's machine: the layout of --auto-layout, and one that fits its memory."""
+"""The layout of --auto-layout on this machine, and what makes room in its memory."""
 
 import torch
 
@@ -6,9 +6,9 @@ from nanomegatron.config.cli import Parsed
 from nanomegatron.config.settings import Config, DataConfig
 from nanomegatron.data.gpt_dataset import choose_tokenizer
 from nanomegatron.mesh import Mesh
-from nanomegatron.plan.auto import nearest_that_fits, with_best_layout
+from nanomegatron.plan.auto import with_best_layout
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.room import Planned
+from nanomegatron.plan.room import Planned, remedies
 from nanomegatron.plan.search import FILLED
 from nanomegatron.report.banner import host_memory, local_ranks, machine_of
 
@@ -23,9 +23,10 @@ def chosen_layout(parsed: Parsed, world: int, device: torch.device) -> Parsed:
 
 
 def out_of_memory_advice(config: Config, mesh: Mesh) -> str:
-    """The layout to take instead of one for which a GPU's memory was too small."""
-    name, kind, room = described(mesh.device, local_ranks(mesh.world.size))
-    return nearest_that_fits(Planned(config, vocabulary_size(config.data), kind, mesh.world.size), name, room)
+    """The lines on changes that make room, for a run that a GPU's memory was too small for."""
+    _, kind, room = described(mesh.device, local_ranks(mesh.world.size))
+    run = Planned(config, vocabulary_size(config.data), kind, mesh.world.size)
+    return "\n".join(["what the plan says to take less memory, the cheapest first:", *remedies(run, room)])
 
 
 def vocabulary_size(data: DataConfig) -> int:
