@@ -17,7 +17,7 @@ from nanomegatron.config.batch import samples_before, stages
 from nanomegatron.config.check_layout import layout_errors, multiple, with_virtual_stages
 from nanomegatron.config.check_model import data_errors, fp8_errors, model_errors
 from nanomegatron.config.parallel import ParallelConfig
-from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled
+from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled, those_that_hold
 from nanomegatron.config.settings import MOST_ITERS, Config, RunConfig
 
 MOST_EVALUATED = 100  # global batches in an evaluation, by default: Megatron's number
@@ -95,12 +95,20 @@ def schedule_errors(config: Config) -> Iterator[str]:
             yield f"{flag(name + other)} {value}: the run is counted in {own}; use {flag(name + own)}"
     decay = getattr(opt, f"lr_decay_{own}") or getattr(run, f"train_{own}")
     warmup, wsd = getattr(opt, f"lr_warmup_{own}"), getattr(opt, f"lr_wsd_decay_{own}")
-    if decay and warmup >= decay and warmup:
-        yield f"--lr-warmup-{own} {warmup}: must be less than the decay's {decay}; see --lr-decay-{own}"
-    if opt.lr_decay_style == "WSD" and not wsd:
-        yield f"--lr-decay-style WSD: needs --lr-wsd-decay-{own}, the length of its last part"
-    if decay and wsd and wsd + warmup > decay:
-        yield f"--lr-wsd-decay-{own} {wsd}: with the warm-up's {warmup} longer than the decay's {decay}"
+    yield from those_that_hold(
+        (
+            decay and warmup >= decay and warmup,
+            f"--lr-warmup-{own} {warmup}: must be less than the decay's {decay}; see --lr-decay-{own}",
+        ),
+        (
+            opt.lr_decay_style == "WSD" and not wsd,
+            f"--lr-decay-style WSD: needs --lr-wsd-decay-{own}, the length of its last part",
+        ),
+        (
+            decay and wsd and wsd + warmup > decay,
+            f"--lr-wsd-decay-{own} {wsd}: with the warm-up's {warmup} longer than the decay's {decay}",
+        ),
+    )
 
 
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
@@ -125,22 +133,37 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
                 yield f"{flag(name)} {value}: is a folder; give the name of a file"
             elif not folder.is_dir():
                 yield f"{flag(name)} {value}: {folder} is a file; give another folder"
-    if (file := run.exit_on_preemption_file) and Path(file).exists():
-        yield f"--exit-on-preemption-file {file}: exists already, so the run would end at once; remove it"
-    if run.profile and run.profile_step_end <= run.profile_step_start:
-        exceed = f"must exceed --profile-step-start {run.profile_step_start}; the step itself is not seen"
-        yield f"--profile-step-end {run.profile_step_end}: {exceed}"
-    if run.profile and (strange := [rank for rank in run.profile_ranks if rank >= world]):
-        yield f"--profile-ranks {' '.join(map(str, strange))}: must be of the processes 0 to {world - 1}"
+    file, mode = run.exit_on_preemption_file, config.faults.rerun_mode
+    strange = [rank for rank in run.profile_ranks if rank >= world]
     exact = config.precision.deterministic_mode or device != "cuda"
-    if config.faults.rerun_mode != "disabled" and not exact:
-        fix = "add --deterministic-mode, so that a step run again gives the same bits"
-        yield f"--rerun-mode {config.faults.rerun_mode}: {fix}"
     saves = config.checkpoint.save_interval or config.checkpoint.non_persistent_save_interval
-    if config.faults.on_spike == "rollback" and not saves:
-        yield "--on-spike rollback: needs --save-interval, for a checkpoint to return to; or take skip"
-    if run.record_memory_history and device != "cuda":
-        yield "--record-memory-history: needs a GPU, whose allocations it records"
+    yield from those_that_hold(
+        (
+            file and Path(file).exists(),
+            f"--exit-on-preemption-file {file}: exists already, so the run would end at once; remove it",
+        ),
+        (
+            run.profile and run.profile_step_end <= run.profile_step_start,
+            f"--profile-step-end {run.profile_step_end}: must exceed --profile-step-start "
+            f"{run.profile_step_start}; the step itself is not seen",
+        ),
+        (
+            run.profile and strange,
+            f"--profile-ranks {' '.join(map(str, strange))}: must be of the processes 0 to {world - 1}",
+        ),
+        (
+            mode != "disabled" and not exact,
+            f"--rerun-mode {mode}: add --deterministic-mode, so that a step run again gives the same bits",
+        ),
+        (
+            config.faults.on_spike == "rollback" and not saves,
+            "--on-spike rollback: needs --save-interval, for a checkpoint to return to; or take skip",
+        ),
+        (
+            run.record_memory_history and device != "cuda",
+            "--record-memory-history: needs a GPU, whose allocations it records",
+        ),
+    )
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -183,34 +206,47 @@ def unseen_notes(run: RunConfig, done: int) -> Iterator[str]:
 
 def run_notes(config: Config) -> list[str]:
     """Return notes on settings that have no effect, or only a partial one."""
-    notes = []
-    data, precision = config.data, config.precision
-    if precision.fp8_format and config.model.num_experts and precision.fp8_recipe != "rowwise":
-        why = "torch has grouped FP8 matmuls only with scales per row (--fp8-recipe rowwise)"
-        notes.append(f"--fp8-recipe {precision.fp8_recipe}: experts multiply in bf16, the rest in FP8; {why}")
-    if config.model.distribute_saved_activations and config.model.sequence_parallel:
-        notes.append("--distribute-saved-activations: with --sequence-parallel they are sharded already")
-    if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):
-        which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
-        notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
-    if data.tiktoken_pattern and data.tokenizer_type != "TikTokenizer":
-        notes.append(
-            f"--tiktoken-pattern {data.tiktoken_pattern}: only --tokenizer-type TikTokenizer has one"
-        )
-    if config.checkpoint.async_save and config.checkpoint.ckpt_format != "sharded":
-        waited = f"a save in --ckpt-format {config.checkpoint.ckpt_format} is waited for; sharded is not"
-        notes.append(f"--async-save: {waited}")
-    run, batch = config.run, data.global_batch_size
-    limit = 60 * config.parallel.distributed_timeout_minutes
-    if run.hang_timeout_secs and run.hang_timeout_secs >= limit:
-        first = f"collectives end after {limit:g} s, before a rank is named (--distributed-timeout-minutes)"
-        notes.append(f"--hang-timeout-secs {run.hang_timeout_secs:g}: {first}")
-    if run.check_replicas and config.parallel.data_parallel_size == config.parallel.ranks_per_replica == 1:
-        notes.append(f"--check-replicas {run.check_replicas}: a single process has no replica")
-    if run.train_samples and batch and not data.rampup_batch_size and run.train_samples % batch:
-        whole = run.train_samples // batch * batch
-        notes.append(f"--train-samples {run.train_samples}: {whole} are trained, in batches of {batch}")
-    return notes
+    run, data, precision, checkpoint = config.run, config.data, config.precision, config.checkpoint
+    model, parallel = config.model, config.parallel
+    samples, batch = run.train_samples or 0, data.global_batch_size or 1
+    hang, limit = run.hang_timeout_secs or 0, 60 * parallel.distributed_timeout_minutes
+    return those_that_hold(
+        (
+            precision.fp8_format and model.num_experts and precision.fp8_recipe != "rowwise",
+            f"--fp8-recipe {precision.fp8_recipe}: experts multiply in bf16, the rest in FP8; "
+            "torch has grouped FP8 matmuls only with scales per row (--fp8-recipe rowwise)",
+        ),
+        (
+            model.distribute_saved_activations and model.sequence_parallel,
+            "--distribute-saved-activations: with --sequence-parallel they are sharded already",
+        ),
+        (
+            data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask),
+            "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths "
+            "documents end where the data has it, not at end-of-document tokens",
+        ),
+        (
+            data.tiktoken_pattern and data.tokenizer_type != "TikTokenizer",
+            f"--tiktoken-pattern {data.tiktoken_pattern}: only --tokenizer-type TikTokenizer has one",
+        ),
+        (
+            checkpoint.async_save and checkpoint.ckpt_format != "sharded",
+            f"--async-save: a save in --ckpt-format {checkpoint.ckpt_format} is waited for; sharded is not",
+        ),
+        (
+            hang and hang >= limit,
+            f"--hang-timeout-secs {hang:g}: collectives end after {limit:g} s, before a rank is named "
+            "(--distributed-timeout-minutes)",
+        ),
+        (
+            run.check_replicas and parallel.data_parallel_size == parallel.ranks_per_replica == 1,
+            f"--check-replicas {run.check_replicas}: a single process has no replica",
+        ),
+        (
+            not data.rampup_batch_size and samples % batch,
+            f"--train-samples {samples}: {samples // batch * batch} are trained, in batches of {batch}",
+        ),
+    )
 
 
 def resolve_parallel(config: Config, dp: int) -> ParallelConfig:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanomegatron.config.rules import spelled
+from nanomegatron.config.rules import spelled, those_that_hold
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.config.split import LAYOUT, layout_sizes, stage_ranges
 from nanomegatron.schedules import CHUNKS
@@ -31,13 +31,19 @@ def nearest(value: int, unit: int) -> str:
 def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
     """Yield the errors in the layout of a run of `world` processes; device: "cpu" or "cuda"."""
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
-    if parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel:
-        yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
-    if parallel.distributed_backend == "nccl" and device != "cuda":
-        yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
     impl = parallel.cuda_graph_impl or "none"
-    if impl != "none" and (why := graph_conflict(config, world, impl)):
-        yield f"--cuda-graph-impl {impl}: not with {why}; leave it out, or use none"
+    why = graph_conflict(config, world, impl) if impl != "none" else ""
+    yield from those_that_hold(
+        (
+            parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel,
+            "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps",
+        ),
+        (
+            parallel.distributed_backend == "nccl" and device != "cuda",
+            "--distributed-backend nccl: needs GPUs; leave it out for gloo",
+        ),
+        (why, f"--cuda-graph-impl {impl}: not with {why}; leave it out, or use none"),
+    )
     yield from _processes(parallel, world)
     yield from _sequences(config)
     yield from _pipeline(config)
@@ -221,11 +227,20 @@ def _experts(config: Config, world: int) -> Iterator[str]:
     elif world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
         of = f"{world} processes" + f" / pp {pp} = {world // pp}" * (pp > 1)
         yield f"{EP} {ep} x {ETP} {etp} = {ep * etp}: must divide {of}; use --nproc {processes}"
-    if tp > 1 and not model.sequence_parallel:
-        yield f"{TP} {tp}: needs --sequence-parallel with --num-experts, or ranks route the same tokens"
-    if config.data.variable_seq_lengths and tp * cp % (etp * ep):  # replicas share experts
-        why = "with --variable-seq-lengths, where ranks that share experts have not equally many tokens"
-        if model.moe_token_dispatcher_type != "alltoall":
-            yield f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}: must be alltoall {why}"
-        if model.moe_pad_expert_input_to_capacity:
-            yield f"--moe-pad-expert-input-to-capacity: not {why}; leave it out"
+    why = "with --variable-seq-lengths, where ranks that share experts have not equally many tokens"
+    uneven = config.data.variable_seq_lengths and tp * cp % (etp * ep)  # replicas share experts
+    dispatcher = model.moe_token_dispatcher_type
+    yield from those_that_hold(
+        (
+            tp > 1 and not model.sequence_parallel,
+            f"{TP} {tp}: needs --sequence-parallel with --num-experts, or ranks route the same tokens",
+        ),
+        (
+            uneven and dispatcher != "alltoall",
+            f"--moe-token-dispatcher-type {dispatcher}: must be alltoall {why}",
+        ),
+        (
+            uneven and model.moe_pad_expert_input_to_capacity,
+            f"--moe-pad-expert-input-to-capacity: not {why}; leave it out",
+        ),
+    )

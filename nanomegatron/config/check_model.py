@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanomegatron.config.check_layout import ETP, TP, length_unit, multiple, nearest
 from nanomegatron.config.model import SHARED, TransformerConfig, layer_pattern
-from nanomegatron.config.rules import flag, spelled
+from nanomegatron.config.rules import flag, spelled, those_that_hold
 from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import read_text
 
@@ -47,23 +47,43 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
             layer_pattern(getattr(model, name), model.num_layers)
         except ValueError as error:
             yield f"{flag(name)} {error}"
-    if model.window_size[1:] not in ((), (0,)):
-        yield f"{spelled('window_size', model.window_size)}: must end in 0, such as 4095 0"
-    if model.attention_dropout and model.attention_backend == "flash" and device == "cpu":
-        yield "--attention-backend flash: has no attention dropout on a CPU; use auto or unfused"
-    if model.attention_backend == "fused" and (device == "cpu" or config.dtype_name == "float32"):
-        yield "--attention-backend fused: needs a GPU and --bf16 or --fp16; use auto"
-    kinds = {*config.parallel.cp_types(model.num_layers)} - {"a2a"}
-    if model.attn_logit_softcapping and config.parallel.context_parallel_size > 1 and kinds:
-        yield f"--attn-logit-softcapping {model.attn_logit_softcapping}: over cp needs --cp-comm-type a2a"
+    kinds, cap = {*config.parallel.cp_types(model.num_layers)} - {"a2a"}, model.attn_logit_softcapping
+    yield from those_that_hold(
+        (
+            model.window_size[1:] not in ((), (0,)),
+            f"{spelled('window_size', model.window_size)}: must end in 0, such as 4095 0",
+        ),
+        (
+            model.attention_dropout and model.attention_backend == "flash" and device == "cpu",
+            "--attention-backend flash: has no attention dropout on a CPU; use auto or unfused",
+        ),
+        (
+            model.attention_backend == "fused" and (device == "cpu" or config.dtype_name == "float32"),
+            "--attention-backend fused: needs a GPU and --bf16 or --fp16; use auto",
+        ),
+        (
+            cap and config.parallel.context_parallel_size > 1 and kinds,
+            f"--attn-logit-softcapping {cap}: over cp needs --cp-comm-type a2a",
+        ),
+    )
     if model.distribute_saved_activations:
         yield from multiple("--hidden-size", model.hidden_size, TP, tp)
     yield from _inner_sizes(config)
     if model.num_experts is not None:
         yield from _choice_of_experts(model)
         yield from _balance(model)
-    if config.checkpoint.moe_use_upcycling:
-        yield from _upcycling(model, config.checkpoint.save, config.checkpoint.load)
+    save, copies = config.checkpoint.save, config.checkpoint.moe_use_upcycling
+    why = "for --moe-use-upcycling, which copies the MLP"
+    yield from those_that_hold(
+        (
+            copies and model.moe_ffn_size != model.ffn_size,
+            f"--moe-ffn-hidden-size {model.moe_ffn_size}: must be --ffn-hidden-size {model.ffn_size} {why}",
+        ),
+        (
+            copies and save and save == config.checkpoint.load,
+            f"--save {save}: must be another folder than --load {why}",
+        ),
+    )
 
 
 def _inner_sizes(config: Config) -> Iterator[str]:
@@ -124,14 +144,6 @@ def _balance(model: TransformerConfig) -> Iterator[str]:
         yield f"{words}: sinkhorn is not with others; give one"
     elif len({*types}) < len(types):
         yield f"{words}: one of them twice; give each once, with one weight"
-
-
-def _upcycling(model: TransformerConfig, save: str | None, load: str | None) -> Iterator[str]:
-    why = "for --moe-use-upcycling, which copies the MLP"
-    if model.moe_ffn_size != model.ffn_size:
-        yield f"--moe-ffn-hidden-size {model.moe_ffn_size}: must be --ffn-hidden-size {model.ffn_size} {why}"
-    if save and save == load:
-        yield f"--save {save}: must be another folder than --load {why}"
 
 
 def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:

@@ -102,6 +102,11 @@ def items(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
 
 
+def those_that_hold(*rows: tuple[Any, str]) -> list[str]:
+    """Return the messages of a table, (condition, message) each, whose conditions are true."""
+    return [message for condition, message in rows if condition]
+
+
 def broken_rules(config: Any) -> Iterator[str]:
     """Yield an error for each value out of bounds, and for settings that others need or exclude."""
     values, found = values_of(config), {}
