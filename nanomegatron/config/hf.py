@@ -82,7 +82,7 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     for name, key in FAMILIES[family]["keys"].items():
         value, kind = hf.get(key.rstrip("?")), _SETTINGS[name].type
         kind = float if kind == float | None else kind
-        if value is not None and _positive(value, kind):
+        if value is not None and _is_positive(value, kind):
             settings[name] = float(value) if kind is float else value
         elif value is not None or not key.endswith("?"):
             errors.append(f"{key.rstrip('?')} = {value!r:.80}: must be a number above 0")
@@ -152,9 +152,16 @@ def _rope_of_gemma3(rope_scaling: dict, rope_parameters: dict) -> tuple[dict, di
     return full, local
 
 
-def _positive(value: Any, kind: Any) -> bool:
+def _is_positive(value: Any, kind: Any) -> bool:
     numbers = int | float if kind is float else int
     return isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < 2**63
+
+
+def _positive(key: str, value: Any, kind: Any) -> Any:
+    """Return the value of a key. Raises ValueError if it is no number above 0."""
+    if not _is_positive(value, kind):
+        raise ValueError(f"{key} = {value!r:.80}: must be a number above 0")
+    return value
 
 
 def _plain(hf: dict, family: str) -> dict[str, Any]:
@@ -170,8 +177,7 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
         raise ValueError(f"{given}: here is a {family} without{' either or with both' * both}")
     settings = HF_DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf["tie_word_embeddings"]}
     if family.startswith("gemma"):
-        if not _positive(width := hf["query_pre_attn_scalar"], float):
-            raise ValueError(f"query_pre_attn_scalar = {width!r:.80}: must be a number above 0")
+        width = _positive("query_pre_attn_scalar", hf["query_pre_attn_scalar"], float)
         settings |= {"embedding_multiplier": math.sqrt(hf["hidden_size"]), "softmax_scale": width**-0.5}
     if family == "gpt2":
         kind = hf["activation_function"]
@@ -185,13 +191,11 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     if "rope" not in hf:
         return {}
     rope = dict(hf["rope"])
-    base, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    base, kind = _positive("rope_theta", rope.pop("rope_theta"), float), rope.pop("rope_type")
     kinds = FAMILIES[family].get("rope", list(HF_TABLES["rope"]))
-    if not _positive(base, float):
-        raise ValueError(f"rope_theta = {base!r:.80}: must be a number above 0")
     if kind not in kinds:
         raise ValueError(f"rope_type = {kind!r}: here are {', '.join(kinds)}")
-    if kind != "default" and not _positive(rope.get("factor"), float):
+    if kind != "default" and not _is_positive(rope.get("factor"), float):
         raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
     known = {*HF_TABLES["rope"][kind], "original_max_position_embeddings"}
     if strange := {key for key, value in rope.items() if value is not None} - known:
@@ -210,9 +214,8 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
 
 def _without_rope(hf: dict) -> dict[str, Any]:
     """The layers without rotary embedding: a list with a 0 for each, or else each of an interval."""
-    layers, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
-    if not _positive(every, int):
-        raise ValueError(f"no_rope_layer_interval = {every!r:.80}: must be a number above 0")
+    layers = hf["num_hidden_layers"]
+    every = _positive("no_rope_layer_interval", hf["no_rope_layer_interval"], int)
     rotated = hf["no_rope_layers"]
     if rotated is None:
         rotated = [int((i + 1) % every != 0) for i in range(layers)]
@@ -228,9 +231,7 @@ def _yarn(rope: dict) -> dict[str, Any]:
     unset |= set(weights) if not all(rope.get(key) for key in weights) else set()
     defaults = {key: _SETTINGS[name].default for key, name in YARN.items()}
     values = defaults | {key: value for key, value in rope.items() if key not in unset}
-    length = values["original_max_position_embeddings"]
-    if not _positive(length, int):
-        raise ValueError(f"original_max_position_embeddings = {length!r:.80}: must be a number above 0")
+    _positive("original_max_position_embeddings", values["original_max_position_embeddings"], int)
     up, down = (1 + 0.1 * values[key] * math.log(max(values["factor"], 1)) for key in weights)
     given = rope.get("attention_factor")
     if given is not None and not math.isclose(given, up / down, rel_tol=1e-6):
@@ -256,9 +257,8 @@ def _windows(hf: dict, family: str) -> dict[str, Any]:
         windowed = asked
     if not any(windowed):
         return {"rotary_base_local": None} if "rope_local_base_freq" in hf else {}
-    if not _positive(width, int):
-        asks = "layer_types with sliding_attention and " if kinds is not None else ""
-        raise ValueError(f"{asks}sliding_window = {width!r:.80}: must be a number above 0")
+    asks = "layer_types with sliding_attention and " if kinds is not None else ""
+    _positive(f"{asks}sliding_window", width, int)
     pattern = {} if all(windowed) else {"window_attn_skip_freq": _pattern(windowed)}
     return {"window_size": (width - 1, 0)} | pattern
 
@@ -266,14 +266,12 @@ def _windows(hf: dict, family: str) -> dict[str, Any]:
 def _usual_windows(hf: dict, family: str, layers: int) -> list[bool]:
     """Whether each layer has the window where layer_types does not say it."""
     bound = hf.get("max_window_layers", 0)
-    if not _positive(bound, int) and bound != 0:
+    if not _is_positive(bound, int) and bound != 0:
         raise ValueError(f"max_window_layers = {bound!r:.80}: must be a number, 0 or more")
     if family == "qwen2_moe":
         return [i % 2 == 0 and i < bound for i in range(layers)]
     if family.startswith("gemma"):
-        every = hf.get("sliding_window_pattern", 2)
-        if not _positive(every, int):
-            raise ValueError(f"sliding_window_pattern = {every!r:.80}: must be a number above 0")
+        every = _positive("sliding_window_pattern", hf.get("sliding_window_pattern", 2), int)
         return [(i + 1) % every != 0 for i in range(layers)]
     return [i >= bound for i in range(layers)]
 
@@ -286,8 +284,7 @@ def _experts(hf: dict, family: str) -> dict[str, Any]:
     dense = [] if dense is None else dense
     if not isinstance(dense, list):
         raise ValueError(f"mlp_only_layers = {dense!r:.80}: must be a list of layers")
-    if not _positive(step, int):
-        raise ValueError(f"decoder_sparse_step = {step!r:.80}: must be a number above 0")
+    _positive("decoder_sparse_step", step, int)
     keys = FAMILIES[family]["keys"]
     experts, chosen = (hf[keys[name].rstrip("?")] for name in ("num_experts", "moe_router_topk"))
     if chosen > experts:
