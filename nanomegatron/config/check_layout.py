@@ -102,23 +102,33 @@ def _sequences(config: Config) -> Iterator[str]:
     factors = ["2"] * (cut % 2) + [f"{CP} {cp}"] + [f"{TP} {cut}"] * (cut > 1)
     of = TP if cp == 1 else " x ".join(factors) + " ="
     yield from multiple("--seq-length", data.seq_length, of, length_unit(config))
-    if data.variable_seq_lengths and data.micro_batch_size > 1:
-        yield f"{micro} with --variable-seq-lengths, which packs documents"
-    elif data.reset_attention_mask and data.micro_batch_size > 1 and cp > 1:
-        yield f"{micro} for documents (--reset-attention-mask) over {CP} {cp}"
-    if cp == 1:
-        return
-    if (dropout := config.model.attention_dropout) > 0:
-        yield f"--attention-dropout {dropout}: there is none with {CP} {cp}; set --attention-dropout 0"
-    if parallel.dynamic_context_parallel and cp & (cp - 1):
-        less = 1 << cp.bit_length() - 1
-        near = f"{CP} {cp} must be such a number, {less} or {2 * less}"
-        yield f"--dynamic-context-parallel: has groups of 2, 4, 8 ... ranks; {near}"
+    packed, several = data.variable_seq_lengths, data.micro_batch_size > 1
+    dropout = config.model.attention_dropout
     most, length = parallel.max_seqlen_per_dp_cp_rank or data.seq_length, data.seq_length
-    if most * cp < length and parallel.dynamic_context_parallel:
-        hold = f"must hold --seq-length {length}; give {-(-length // cp)} or more"
-        yield f"{MAX_SEQLEN} {most}: x {CP} {cp} = {most * cp}: {hold}"
-    yield from _cp_types(config, cp)
+    less = 1 << cp.bit_length() - 1
+    yield from those_that_hold(
+        (several and packed, f"{micro} with --variable-seq-lengths, which packs documents"),
+        (
+            several and not packed and data.reset_attention_mask and cp > 1,
+            f"{micro} for documents (--reset-attention-mask) over {CP} {cp}",
+        ),
+        (
+            cp > 1 and dropout > 0,
+            f"--attention-dropout {dropout}: there is none with {CP} {cp}; set --attention-dropout 0",
+        ),
+        (
+            parallel.dynamic_context_parallel and less != cp,
+            "--dynamic-context-parallel: has groups of 2, 4, 8 ... ranks; "
+            f"{CP} {cp} must be such a number, {less} or {2 * less}",
+        ),
+        (
+            cp > 1 and parallel.dynamic_context_parallel and most * cp < length,
+            f"{MAX_SEQLEN} {most}: x {CP} {cp} = {most * cp}: must hold --seq-length {length}; "
+            f"give {-(-length // cp)} or more",
+        ),
+    )
+    if cp > 1:
+        yield from _cp_types(config, cp)
 
 
 def _cp_types(config: Config, cp: int) -> Iterator[str]:
@@ -194,13 +204,22 @@ def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelC
 
 def _schedule(parallel: ParallelConfig) -> Iterator[str]:
     name, chunks = parallel.schedule, parallel.chunks
-    if chunks != CHUNKS.get(name, chunks):
-        why = f"has {CHUNKS[name]} of the model's pieces on a pipeline rank, not {chunks}"
-        yield f"--pipeline-schedule {name}: {why}; leave {VPP} out, or use interleaved"
-    elif name == "interleaved" and chunks == 1:
-        yield f"--pipeline-schedule interleaved: needs {VPP} 2 or more; 1f1b is the same with 1"
-    if (size := parallel.microbatch_group_size_per_virtual_pipeline_stage) and name != "interleaved":
-        yield f"{GROUP} {size}: is for --pipeline-schedule interleaved, not {name}"
+    wanted, size = CHUNKS.get(name, chunks), parallel.microbatch_group_size_per_virtual_pipeline_stage
+    yield from those_that_hold(
+        (
+            chunks != wanted,
+            f"--pipeline-schedule {name}: has {wanted} of the model's pieces on a pipeline rank, "
+            f"not {chunks}; leave {VPP} out, or use interleaved",
+        ),
+        (
+            name == "interleaved" and chunks == 1,
+            f"--pipeline-schedule interleaved: needs {VPP} 2 or more; 1f1b is the same with 1",
+        ),
+        (
+            size and name != "interleaved",
+            f"{GROUP} {size}: is for --pipeline-schedule interleaved, not {name}",
+        ),
+    )
 
 
 def _experts(config: Config, world: int) -> Iterator[str]:

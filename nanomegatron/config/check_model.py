@@ -160,15 +160,22 @@ def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
     grouped = precision.fp8_recipe == "rowwise" and config.model.num_experts and config.model.moe_grouped_gemm
     if not capability or capability[0] == 9:
         return
-    if capability < (8, 9):
-        yield f"--fp8-format {precision.fp8_format}: {needs} 8.9 or more (Ada, Hopper), {here}; leave it out"
-    elif precision.fp8_recipe == "blockwise":
-        yield f"--fp8-recipe blockwise: {needs} 9.0 (Hopper), {here}; use tensorwise or rowwise"
-    elif grouped:
-        yield (
+    old = capability < (8, 9)
+    yield from those_that_hold(
+        (
+            old,
+            f"--fp8-format {precision.fp8_format}: {needs} 8.9 or more (Ada, Hopper), {here}; leave it out",
+        ),
+        (
+            not old and precision.fp8_recipe == "blockwise",
+            f"--fp8-recipe blockwise: {needs} 9.0 (Hopper), {here}; use tensorwise or rowwise",
+        ),
+        (
+            not old and grouped,
             f"--fp8-recipe rowwise: of experts {needs} 9.0 (Hopper), {here}; "
-            "use tensorwise, or --no-moe-grouped-gemm"
-        )
+            "use tensorwise, or --no-moe-grouped-gemm",
+        ),
+    )
 
 
 def _fp8_sizes(config: Config) -> Iterator[str]:
