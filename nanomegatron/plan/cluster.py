@@ -61,17 +61,11 @@ class Cluster:
         tiles = m * n / TILE
         tiles *= 1 if kind == "grouped" or tiles > WAVE else max(1, k / SPLIT)
         busy = 1.0 if kind == "grouped" else tiles / (math.ceil(tiles / WAVE) * WAVE)
-        full = self.full_rate(kind)
+        full = self.matmuls[kind if kind in self.matmuls else "tensorwise"]  # also of recipes not measured
         rate = full * (0.9 + 0.1 * busy if tiles > WAVE else busy)
         rate *= k / (k + RAMP * full / self.matmuls["bf16"])
         item = 2 if kind in ("bf16", "grouped") else 1
         return max(2 * m * n * k / rate, self.move((m * k + k * n) * item + 2 * m * n))
-
-    def full_rate(self, kind: str) -> float:
-        """FLOP/s of large matmuls; an FP8 recipe that was not measured is as fast as tensorwise."""
-        if kind in self.matmuls:
-            return self.matmuls[kind]
-        return self.matmuls["tensorwise"]
 
     def attend(self, flops: float, s: float, d: int) -> tuple[float, float]:
         """Seconds of forward and backward; flops: of the causal forward, with rows of s keys, heads of d."""
