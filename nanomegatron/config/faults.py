@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from nanomegatron.config.rules import setting
 
 fault = functools.partial(setting, names_run=False)
-NO_STATS = {"report_stats": "statistics of repeated steps are not kept; use validate_results"}
 
 
 @dataclass(frozen=True)
@@ -32,5 +31,5 @@ class FaultConfig:
         "disabled",
         "repeat a non-finite step or a spike: another result is a fault of the machine (exit code 17)",
         choices="disabled validate_results",
-        refused=NO_STATS,
+        refused={"report_stats": "statistics of repeated steps are not kept; use validate_results"},
     )

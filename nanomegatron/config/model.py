@@ -25,8 +25,6 @@ SINKHORN, SIGMOID = "--moe-router-load-balancing-type sinkhorn", "--moe-router-s
 GROUPS, GROUP_TOPK = "--moe-router-num-groups", "--moe-router-group-topk"
 BIAS, ROPE = "--moe-router-enable-expert-bias", "--position-embedding-type rope"
 ROTARY, RMS = "--position-embedding-type rope or yarn", "--normalization RMSNorm"
-FLEX = {"flex": "there is no DeepEP; use alltoall"}
-RECOMPUTED = {"selective": "--recompute-modules", "full": ("--recompute-method", "--recompute-num-layers")}
 moe = functools.partial(setting, part_of=MOE)
 recompute = functools.partial(setting, part_of="--recompute-granularity full", resumable=True)
 fusion = functools.partial(setting, True, resumable=True)
@@ -161,7 +159,7 @@ class TransformerConfig:
         "allgather",
         "how tokens are sent to experts on other ranks",
         choices="allgather alltoall",
-        refused=FLEX,
+        refused={"flex": "there is no DeepEP; use alltoall"},
         resumable=True,
     )
     moe_expert_capacity_factor: float | None = moe(
@@ -208,7 +206,7 @@ class TransformerConfig:
         None,
         "recompute activations in the backward: of some modules, or of whole layers",
         choices="selective full",
-        needs=RECOMPUTED,
+        needs={"selective": "--recompute-modules", "full": ("--recompute-method", "--recompute-num-layers")},
         brings={"full": ("--recompute-method uniform", "--recompute-num-layers 1")},
         resumable=True,
     )

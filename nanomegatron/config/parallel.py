@@ -8,14 +8,9 @@ from nanomegatron.config.model import ALL_TO_ALL, moe
 from nanomegatron.config.rules import common, setting
 from nanomegatron.schedules import CHUNKS, NAMES
 
-CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
-CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
 PP_ABOVE_1 = "--pipeline-model-parallel-size greater than 1"
 ONE_SIZE = f"{PP_ABOVE_1}, whose messages are all of one size"
-NO_SHARD = "--data-parallel-sharding-strategy no_shard"
-PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
 SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
-OPTIM = "--use-distributed-optimizer"
 SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
 EQUALLY_MANY = "whose ranks need equally many microbatches"
 pipeline = functools.partial(setting, part_of=PP_ABOVE_1)
@@ -60,7 +55,7 @@ class ParallelConfig:
     cp_comm_type: tuple[str, ...] = context(
         ("p2p",),
         "attention over cp: ring of keys, all-to-all of heads, all-gather of keys; one, or one per layer",
-        choices=CP_NAMES,
+        choices="p2p a2a allgather a2a+p2p all_gather",  # the last: allgather, as Megatron's code spells it
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = context(
         (), "a2a+p2p: sizes of the a2a groups and of the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
@@ -92,7 +87,7 @@ class ParallelConfig:
         False,
         "dispatch half of the tokens during the matmuls of the others",
         needs=ALL_TO_ALL,
-        excludes=PAD,
+        excludes="--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it",
         fast_path=True,
     )
     auto_layout: bool = setting(
@@ -108,7 +103,9 @@ class ParallelConfig:
         names_run=False,
     )
     cuda_graph_warmup_steps: int = setting(3, "steps before graphs are captured", at_least=1, names_run=False)
-    use_distributed_optimizer: bool = common(False, "shard optimizer states over dp", excludes=NO_SHARD)
+    use_distributed_optimizer: bool = common(
+        False, "shard optimizer states over dp", excludes="--data-parallel-sharding-strategy no_shard"
+    )
     data_parallel_sharding_strategy: str | None = setting(
         None,
         "shard nothing, optimizer states, or also gradients over dp (ZeRO 0, 1, 2); default no_shard",
@@ -117,7 +114,10 @@ class ParallelConfig:
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
     overlap_param_gather: bool = setting(
-        False, "all-gather parameters bucket by bucket in the forward", needs=SHARDED, brings=OPTIM
+        False,
+        "all-gather parameters bucket by bucket in the forward",
+        needs=SHARDED,
+        brings="--use-distributed-optimizer",
     )
     ddp_bucket_size: int | None = setting(
         None, "elements in a gradient bucket; default max(40M, 1M x dp) with overlap, else all"

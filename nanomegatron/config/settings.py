@@ -24,31 +24,27 @@ from nanomegatron.config.parallel import ONE_SIZE, SHARDED, ParallelConfig
 from nanomegatron.config.rules import common, setting
 
 MOST_ITERS, MOST_SEQUENCES = 2 * 10**7, 2**24  # per run (`samples_before` lists all iterations); per batch
-FP8_REFUSED = {
-    "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
-    "custom": "there are no recipes from outside; use one of these, or add a class to fp8.py",
-}
-RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
-NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
-BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
 TOKENIZERS = {  # kind -> what it needs
     "ByteTokenizer": (),
     "NullTokenizer": "--vocab-size",
     "GPT2BPETokenizer": ("--vocab-file", "--merge-file"),
-    **dict.fromkeys(BY_MODEL.split(), "--tokenizer-model"),
+    "TikTokenizer": "--tokenizer-model",
+    "Llama3Tokenizer": "--tokenizer-model",
+    "HuggingFaceTokenizer": "--tokenizer-model",
+    "SentencePieceTokenizer": "--tokenizer-model",
+    "Llama2Tokenizer": "--tokenizer-model",
 }
 # Conditions that several settings have, or that are long
 BF16, MAIN = "--bf16, the type of all else", "--bf16 or --fp16; fp32 weights are the main weights"
-CUT = "--fp8-recipe rowwise or blockwise, whose rows or blocks shards cut; use delayed or tensorwise"
 ENDS_IN_BF16 = "--first-last-layers-bf16"
 DELAYED, CURRENT = "--fp8-recipe delayed", "--fp8-recipe tensorwise or rowwise or blockwise"
-VARYING = dict.fromkeys(("linear", "cosine"), ("--start-weight-decay", "--end-weight-decay"))
 VARIES, OFFLOAD = "--weight-decay-incr-style linear or cosine", "--optimizer-cpu-offload"
-FP32_MOMENTS = f"{OFFLOAD}, which keeps moments in fp32"
 TIKTOKEN, HUGGING_FACE = "--tokenizer-type TikTokenizer", "--tokenizer-type HuggingFaceTokenizer"
 TOKENIZER, PRECISION_AWARE = "--tokenizer-type", "--use-precision-aware-optimizer"
 fp8 = functools.partial(setting, part_of="--fp8-format")
-moment = functools.partial(setting, choices="fp32 bf16", needs=PRECISION_AWARE, excludes=FP32_MOMENTS)
+moment = functools.partial(
+    setting, choices="fp32 bf16", needs=PRECISION_AWARE, excludes=f"{OFFLOAD}, which keeps moments in fp32"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,10 @@ class PrecisionConfig:
         "delayed",
         "one FP8 scale per tensor (from earlier steps, or its own amax), per row, or per block of 128",
         choices="delayed tensorwise rowwise blockwise",
-        refused=FP8_REFUSED,
+        refused={
+            "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
+            "custom": "there are no recipes from outside; use one of these, or add a class to fp8.py",
+        },
         most_used=True,
     )
     fp8_margin: int = fp8(0, "divide FP8 scales by 2^margin")
@@ -87,7 +86,12 @@ class PrecisionConfig:
     )
     fp8_wgrad: bool = fp8(True, "compute weight gradients in FP8, not in bf16")
     fp8_param_gather: bool = fp8(
-        False, "all-gather parameters in FP8", needs=SHARDED, excludes=CUT, fast_path=True
+        False,
+        "all-gather parameters in FP8",
+        needs=SHARDED,
+        excludes="--fp8-recipe rowwise or blockwise, whose rows or blocks shards cut; "
+        "use delayed or tensorwise",
+        fast_path=True,
     )
     fp8_output_proj: bool = fp8(
         False,
@@ -161,7 +165,7 @@ class OptimizerConfig:
         "constant",
         "how weight decay changes from start to end",
         choices="constant linear cosine",
-        needs=VARYING,
+        needs=dict.fromkeys(("linear", "cosine"), ("--start-weight-decay", "--end-weight-decay")),
     )
     adam_beta1: float = setting(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = setting(0.999, "decay of Adam's second moment", at_least=0, below=1)
@@ -278,7 +282,10 @@ class CheckpointConfig:
         "assume_ok_unexpected",
         "tensors that only the model or only the checkpoint has: errors, or noted and left as they are",
         choices="assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all ignore_all",
-        refused=dict.fromkeys(("return_unexpected", "return_all"), RETURNED),
+        refused=dict.fromkeys(
+            ("return_unexpected", "return_all"),
+            "nothing here could be given the names; log_unexpected or log_all prints them",
+        ),
     )
     override_opt_param_scheduler: bool = setting(
         False,
@@ -314,7 +321,12 @@ class RunConfig:
         "processes to start on this machine; default 2 for small models on a CPU with 2 threads, else 1",
         at_most=4096,
     )
-    device: str = common("auto", "where to compute", choices="auto cpu cuda", refused=NO_MPS)
+    device: str = common(
+        "auto",
+        "where to compute",
+        choices="auto cpu cuda",
+        refused={"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"},
+    )
     megatron_defaults: bool = setting(
         False, "use Megatron's defaults (docs/from-megatron.md)", names_run=True
     )
