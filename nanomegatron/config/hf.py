@@ -331,10 +331,13 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     values = vars(model) | effective(model) | {"vocab_size": config.data.vocab_size}
     values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
     values["rotary_base_local"] = values["rotary_base_local"] or model.rotary_base
-    hf = {"architectures": [FAMILIES[family]["class"]], "model_type": family}
-    hf["torch_dtype"] = config.dtype_name
-    hf |= {key.rstrip("?"): values[name] for name, key in FAMILIES[family]["keys"].items()}
-    hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    hf = {
+        "architectures": [FAMILIES[family]["class"]],
+        "model_type": family,
+        "torch_dtype": config.dtype_name,
+        **{key.rstrip("?"): values[name] for name, key in FAMILIES[family]["keys"].items()},
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
     if family == "gpt2":
         gelu = "gelu_new" if model.tanh_gelu else "gelu"
         return hf | {"activation_function": "relu2" if model.squared_relu else gelu}
