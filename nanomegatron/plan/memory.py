@@ -312,9 +312,7 @@ def activations(sizes: Sizes, chunk: StageChunk) -> float:
     token = stream * (chunk.first and sizes.keeps_masks)
     for run, recomputed in model.segments(chunk.layers):
         token += sizes.item * spread if recomputed else layer * len(run)
-    if chunk.last:
-        return sizes.tokens * token + last_norm(sizes)
-    return sizes.tokens * token
+    return sizes.tokens * token + last_norm(sizes) * chunk.last
 
 
 def last_norm(sizes: Sizes) -> float:
