@@ -243,12 +243,18 @@ def data_errors(config: Config) -> Iterator[str]:
             yield f"--data-args-path {path}: {wrong}"
         yield from _blend(f"--data-args-path {path}:", words)
     weights = [_number(word) for word in data.split.split(",")]
-    if len(weights) > 3 or not all(0 <= weight < math.inf for weight in weights) or not weights[0]:
-        yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"
-    kind = data.tokenizer_type
+    kind, eod = data.tokenizer_type, data.null_tokenizer_eod_id
     null = kind == "NullTokenizer" or (kind is None and data.mock_data)
-    if data.null_tokenizer_eod_id is not None and not null:
-        yield f"--null-tokenizer-eod-id {data.null_tokenizer_eod_id}: needs --tokenizer-type NullTokenizer"
+    yield from those_that_hold(
+        (
+            len(weights) > 3 or not all(0 <= weight < math.inf for weight in weights) or not weights[0],
+            f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0",
+        ),
+        (
+            eod is not None and not null,
+            f"--null-tokenizer-eod-id {eod}: needs --tokenizer-type NullTokenizer",
+        ),
+    )
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(data, name)
         if value and kind and not Path(value).exists() and (kind != "TikTokenizer" or "/" in value):
