@@ -276,7 +276,7 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int, for
 FILES, FOLDER = "nanomegatron.checkpoint.files.", "nanomegatron.checkpoint.folder."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
-    "after mkdir": ("nanomegatron.checkpoint.formats.write_shard", 1, 30, 20),
+    "after mkdir": ("nanomegatron.checkpoint.files.write_rank", 1, 30, 20),
     "mid-shard": (FILES + "host_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
     "before the manifest": (FOLDER + "write_manifest", 1, 30, 20),

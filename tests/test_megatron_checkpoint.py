@@ -12,7 +12,7 @@ import convert
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import megatron_write
 from nanomegatron.checkpoint.checkpoint import load, module_states, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import Piece, fill
+from nanomegatron.checkpoint.files import Piece, fill_from
 from nanomegatron.checkpoint.megatron import megatron_reader, open_megatron
 from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build_config, to_toml
@@ -318,7 +318,7 @@ def check_states_of_megatron(their: Oracle, name: str, folder: Path, **more: Any
     manifest = open_megatron(again, build_config(settings(name)).model, VOCAB)
     assert expected.keys() <= manifest.tensors.keys()
     found = {key: torch.empty_like(x) for key, x in expected.items()}
-    fill(
+    fill_from(
         again,
         manifest,
         [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in found.items()],
@@ -366,7 +366,7 @@ def check_legacy_states(their: Oracle, name: str, folder: Path, bf16: bool) -> N
         kept = {key: saved for key, saved in manifest.tensors.items() if not key.startswith("model/")}
         found.append({key: torch.empty(saved.shape) for key, saved in kept.items()})
         pieces = [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in found[-1].items()]
-        fill(path, manifest, pieces, megatron_reader)
+        fill_from(path, manifest, pieces, megatron_reader)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
     assert ("main/decoder.final_layernorm.weight" in found[0]) == bf16
     assert not [key for key, x in found[0].items() if not torch.equal(x, found[1][key])]

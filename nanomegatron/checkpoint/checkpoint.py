@@ -18,14 +18,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanomegatron.checkpoint import files, folder, formats
+from nanomegatron.checkpoint import folder, formats
 from nanomegatron.checkpoint.blocks import verify_files
 from nanomegatron.checkpoint.files import DTYPES, Piece
 from nanomegatron.checkpoint.folder import KEEP_ALL, Retention, folders
@@ -141,7 +141,7 @@ def save(
         return result
 
     stage(folder.make_folder if first else None, temporary, need)
-    stage(formats.writer(format), temporary, mesh.world.rank, owned)
+    stage(formats.WRITERS[format], temporary, mesh.world.rank, owned)
     entry = {} if format == "sharded" else {"name": format}
     if format == "torch":
         entry["layout"] = formats.layout_words(mesh)
@@ -226,8 +226,7 @@ def load(
         raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
     if errors:
         raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
-    reader = formats.reader(manifest)
-    agreed(mesh, f"{found} cannot be read:", files.fill, found, manifest, pieces + main, reader)
+    agreed(mesh, f"{found} cannot be read:", formats.fill, found, manifest, pieces + main)
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
 
@@ -321,6 +320,32 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
         errors.insert(0, hint)
     if errors:
         raise CheckpointError("\n".join(errors))
+
+
+# Of Megatron-LM.
+
+
+def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mesh: Mesh) -> list[str]:
+    """Fill the pieces from a checkpoint of Megatron-LM, cast to their types; returns notes.
+
+    Main weights are filled from the weights if they are not saved, and fp32 weights from main weights if so.
+    Optional pieces that the checkpoint lacks stay as they are. Raises CheckpointError on all ranks.
+    """
+    pieces = [_best(piece, manifest) for piece in pieces if piece.data.numel()]
+    there = [piece for piece in pieces if piece.key in manifest.tensors]
+    if missing := [p.key for p in pieces if not (p.optional or p.key in manifest.tensors)]:
+        raise CheckpointError(f"{folder}: {missing[0]} is missing, and {len(missing) - 1} more")
+    agreed(mesh, f"{folder} cannot be read:", formats.fill, folder, manifest, there)
+    return [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
+
+
+def _best(piece: Piece, manifest: Manifest) -> Piece:
+    kind, _, name = piece.key.partition("/")
+    main = f"main/{name}" in manifest.tensors
+    if kind == "main" and not main:
+        return replace(piece, key=f"model/{name}")
+    whole = kind == "model" and piece.data.dtype == torch.float32
+    return replace(piece, key=f"main/{name}") if whole and main else piece
 
 
 # All ranks together.

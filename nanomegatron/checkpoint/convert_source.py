@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load
-from nanomegatron.checkpoint.files import TORCH_DTYPES, Piece, fill
-from nanomegatron.checkpoint.formats import open_checkpoint, reader
+from nanomegatron.checkpoint.files import TORCH_DTYPES, Piece
+from nanomegatron.checkpoint.formats import fill, open_checkpoint
 from nanomegatron.checkpoint.hf import Folder, model_parts
 from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.checkpoint.megatron import open_megatron
@@ -217,7 +217,7 @@ def streams_of(folder: Path, manifest: Manifest) -> dict[str, Stream]:
             shape = (end - begin, *saved.shape[1:]) if saved.shape else ()
             offset = (begin, *(0 for _ in saved.shape[1:])) if saved.shape else ()
             data = torch.empty(shape, dtype=dtype)
-            fill(folder, manifest, [Piece(key, saved.shape, offset, data)], reader(manifest))
+            fill(folder, manifest, [Piece(key, saved.shape, offset, data)])
             return data
 
         return Stream(tuple(saved.shape), dtype, rows, whole="source" in manifest.format)

@@ -161,7 +161,7 @@ def host_bytes(x: torch.Tensor) -> Any:
 Reader = Callable[[Path, Manifest, int], AbstractContextManager[Callable[[str, Rectangle, str], Any]]]
 
 
-def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader: Reader) -> None:
+def fill_from(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader: Reader) -> None:
     """Fill each piece in place from its overlaps with the saved rectangles, and read nothing else.
 
     All keys of the pieces, with their shapes, must be in the manifest. `reader(folder, manifest, rank)` opens

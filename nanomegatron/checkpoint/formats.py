@@ -2,34 +2,53 @@
 
     sharded       rank_00000.safetensors       any layout loads it, nothing is a pickle       files.py
     torch_dist    __0_0.distcp, .metadata      any layout, and torch.distributed.checkpoint   torch_dist.py
-    torch         rank_00000.pt                the layout that saved it, and torch.load       torch_file.py
+    torch         rank_00000.pt                the layout that saved it, and torch.load       this file
 
 The manifest of a folder has its format; without one it is `sharded`. All else is common to them.
 """
 
+import io
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from nanomegatron.checkpoint.files import Reader, shard_reader, write_shard
+import torch
+
+from nanomegatron.checkpoint.blocks import open_file
+from nanomegatron.checkpoint.files import (
+    TORCH_DTYPES,
+    Piece,
+    describe_shard,
+    fill_from,
+    shard_reader,
+    write_rank,
+    write_shard,
+)
 from nanomegatron.checkpoint.folder import MANIFEST, read_manifest
-from nanomegatron.checkpoint.manifest import METADATA, CheckpointError, Manifest
+from nanomegatron.checkpoint.manifest import (
+    METADATA,
+    CheckpointError,
+    Manifest,
+    Rectangle,
+    entry_name,
+    rank_file,
+)
 from nanomegatron.checkpoint.megatron import megatron_reader
-from nanomegatron.checkpoint.torch_dist import distcp_reader, read_foreign, write_distcp
-from nanomegatron.checkpoint.torch_file import torch_reader, write_torch
+from nanomegatron.checkpoint.torch_dist import (
+    check_archive,
+    distcp_reader,
+    plain_copy,
+    read_foreign,
+    write_distcp,
+)
 from nanomegatron.mesh import Mesh
 
 
-def writer(format: str) -> Callable:
-    """Return what writes a rank's file and its part of the manifest, from (folder, rank, pieces)."""
-    return {"sharded": write_shard, "torch_dist": write_distcp, "torch": write_torch}[format]
-
-
-def reader(manifest: Manifest) -> Reader:
-    """Return what opens the file of a rank."""
-    readers = {"sharded": shard_reader, "torch_dist": distcp_reader, "torch": torch_reader}
-    readers["megatron"] = megatron_reader
-    return readers[manifest.format.get("name", "sharded")]
+def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
+    """Fill each piece in place from what of it is saved (files.py). Raises CheckpointError."""
+    fill_from(folder, manifest, pieces, READERS[manifest.format.get("name", "sharded")])
 
 
 def layout_words(mesh: Mesh) -> str:
@@ -50,3 +69,48 @@ def open_checkpoint(folder: Path) -> Manifest:
     """Read a folder's manifest, or make one of another program's metadata. Raises CheckpointError."""
     foreign = os.path.lexists(folder / METADATA) and not os.path.lexists(folder / MANIFEST)
     return read_foreign(folder) if foreign else read_manifest(folder)
+
+
+# --ckpt-format torch: under another layout a rank would have to open the files of many others.
+
+
+def write_torch(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
+    """Write a rank's pieces as a dict of plain tensors, and a JSON text that says whose they are.
+
+    The host holds two copies of all of them meanwhile.
+    """
+    pieces, buffer = list(pieces), io.BytesIO()
+    _, table = describe_shard(pieces, rank)
+    tensors = {piece.entry: plain_copy(piece) for piece in pieces}
+    torch.save({"tensors": tensors, "about": json.dumps({"format": "torch", "rank": rank})}, buffer)
+    write_rank(folder, rank, [buffer.getbuffer()], table, {"name": "torch"})
+
+
+@contextmanager
+def torch_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callable]:
+    """Open a rank's file, mapped into memory: a `Reader` of files.py."""
+    path = folder / rank_file("torch", rank)
+    try:
+        with open_file(path) as file:
+            check_archive(file, manifest.header_limits[rank])
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["tensors"]
+    except Exception as error:  # of any kind: the file may be anything
+        raise CheckpointError(f"{path}: {str(error).partition(chr(10))[0][:200]}") from None
+
+    def entry(key: str, r: Rectangle, dtype: str) -> torch.Tensor:
+        saved = tensors.get(entry_name(key, r))
+        found = isinstance(saved, torch.Tensor) and (saved.dtype, tuple(saved.shape))
+        if found != (TORCH_DTYPES[dtype], tuple(r.shape)):
+            raise CheckpointError(f"{path}: {entry_name(key, r)} is not {dtype} {list(r.shape)} there")
+        return saved
+
+    yield entry
+
+
+WRITERS = {"sharded": write_shard, "torch_dist": write_distcp, "torch": write_torch}
+READERS = {
+    "sharded": shard_reader,
+    "torch_dist": distcp_reader,
+    "torch": torch_reader,
+    "megatron": megatron_reader,
+}

@@ -325,12 +325,13 @@ def _cut(shape: list, *boxes: list) -> tuple[tuple[int, ...], dict[Rectangle, li
         if not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
             raise CheckpointError(f"{str(numbers)[:80]} are not ranges")
         ranges = zip(numbers[1::3], numbers[2::3], numbers[::3], strict=True)
-        found.setdefault(Rectangle(_sizes(offset), _sizes(size)), []).extend(itertools.starmap(Range, ranges))
-    return _sizes(shape), found
+        found.setdefault(Rectangle(sizes(offset), sizes(size)), []).extend(itertools.starmap(Range, ranges))
+    return sizes(shape), found
 
 
-def _sizes(entry: list) -> tuple[int, ...]:
-    if not isinstance(entry, list) or len(entry) > 16:
+def sizes(entry: Sequence) -> tuple[int, ...]:
+    """Raises CheckpointError unless these are a few sizes."""
+    if not isinstance(entry, list | tuple) or len(entry) > 16:
         raise CheckpointError(f"{str(entry)[:80]} is not a list of at most 16 sizes")
     return tuple(map(_size, entry))
 

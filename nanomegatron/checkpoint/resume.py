@@ -16,13 +16,21 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import load, module_states, read_state, state_pieces, training_pieces
+from nanomegatron.checkpoint.checkpoint import (
+    agreed,
+    load,
+    load_megatron,
+    module_states,
+    read_state,
+    state_pieces,
+    training_pieces,
+)
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import remove_leftovers
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
+from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.checkpoint.optimizer_state import (
     load_optimizer_scalars,
     optimizer_scalars,
@@ -349,7 +357,7 @@ def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> Non
     """
     config, model = run.config.checkpoint, run.config.model
     whole = replace(model, num_experts=None) if source.upcycling else model
-    manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, run.mesh)
+    manifest = agreed(run.mesh, "", open_megatron, folder, whole, run.model.vocab_size)
     resumes = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
     states = optimizer_states(run.optimizer) if resumes and not config.no_load_optim else {}
     pieces = all_pieces(run, states)[0]

@@ -45,6 +45,7 @@ from nanomegatron.checkpoint.manifest import (
     merge,
     parse_manifest,
     rank_file,
+    sizes,
 )
 
 DISTCP = re.compile(r"__[0-9]{1,7}_[0-9]{1,7}\.distcp")
@@ -189,8 +190,8 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
         if place.state.get("transform_descriptors"):
             raise CheckpointError("its files are compressed")
         if offset := index.state.get("offset"):
-            extent = _numbers((place.state["offset"], place.state["length"]))
-            key = _text(index.state["fqn"]), _numbers(offset.args[0])
+            extent = sizes((place.state["offset"], place.state["length"]))
+            key = _text(index.state["fqn"]), sizes(offset.args[0])
             places[key] = _text(place.state["relative_path"]), (*extent, None)
     entries = {name: {} for name in sorted({name for name, _ in places.values()})}
     if wrong := [name for name in entries if not DISTCP.fullmatch(name)]:
@@ -201,22 +202,15 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
         if saved.name != f"{DCP_CLASSES}TensorStorageMetadata":
             continue  # bytes: a pickle, which is never read
         dtype = names[saved.state["properties"].state[0].text]
-        found = SavedTensor(dtype, _numbers(*saved.state["size"].args), {})
+        found = SavedTensor(dtype, sizes(*saved.state["size"].args), {})
         if math.prod(found.shape):
             tensors[_text(key)] = found
         for chunk in saved.state["chunks"] if math.prod(found.shape) else ():
-            box = Rectangle(*(_numbers(*chunk.state[part].args) for part in ("offsets", "sizes")))
+            box = Rectangle(*(sizes(*chunk.state[part].args) for part in ("offsets", "sizes")))
             name, place = places[key, box.offset]
             entries[name][entry_name(key, box)] = place
             found.boxes[box] = [Range(0, math.prod(box.shape), numbers[name])]
     return tensors, entries
-
-
-def _numbers(sizes: Any) -> tuple[int, ...]:
-    sizes = tuple(sizes)
-    if len(sizes) > 16 or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
-        raise CheckpointError(f"{str(sizes[:16])[:80]} are not at most 16 sizes")
-    return sizes
 
 
 def _text(value: Any) -> str:

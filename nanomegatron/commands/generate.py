@@ -19,10 +19,17 @@ from pathlib import Path
 import torch
 
 from nanomegatron.build import Paths, build, install
-from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
+from nanomegatron.checkpoint.checkpoint import (
+    agreed,
+    load,
+    load_megatron,
+    module_states,
+    state_pieces,
+    training_pieces,
+)
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights, stops_of
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
+from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings, why_no_checkpoint
@@ -167,7 +174,7 @@ def load_megatron_model(
     vocab_size = config.data.vocab_size
     model = new_model(config, mesh, vocab_size)
     pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
-    manifest = open_on_all_ranks(folder, config.model, vocab_size, mesh)
+    manifest = agreed(mesh, "", open_megatron, folder, config.model, vocab_size)
     for note in load_megatron(folder, manifest, pieces, mesh):
         say(note)
     return model, given or folder_tokenizer(folder.parent, vocab_size), config
