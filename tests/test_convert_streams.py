@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from nanomegatron.checkpoint import blocks, convert_target, manifest, megatron_write, streams
+from nanomegatron.checkpoint import files as shards
 from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.convert_source import open_hf, open_ours
 from nanomegatron.config.cli import from_toml
@@ -50,7 +51,8 @@ def test_memory_is_that_of_a_few_slices(tmp_path, monkeypatch):
         peak.append(own_memory())
         return usual(x)
 
-    monkeypatch.setattr(streams, "host_bytes", watched)
+    for module in (shards, streams):
+        monkeypatch.setattr(module, "host_bytes", watched)
     assert run(tmp_path / "theirs", tmp_path / "first") == 0  # loads what the program needs
     before = own_memory()
     peak.clear()

@@ -177,9 +177,15 @@ class AsyncSaver:
         rank = self.mesh.world.rank
         header, tensors = describe_shard(owned, rank)
         size = sum(piece.data.nbytes for piece in owned)
-        self.job |= dict(rank=rank, ranks=self.mesh.world.size, threads=WRITE_THREADS, bytes=size)
-        self.job |= dict(path=str(self.temporary / shard_name(rank)), header=header.decode("latin-1"))
-        self.job["part"] = to_json(Manifest(0, {}, "", tensors, {}))
+        self.job |= dict(
+            rank=rank,
+            ranks=self.mesh.world.size,
+            threads=WRITE_THREADS,
+            bytes=size,
+            path=str(self.temporary / shard_name(rank)),
+            header=header.decode("latin-1"),
+            part=to_json(Manifest(0, {}, "", tensors, {})),
+        )
         return list(zip(self.buffer.views(owned), owned, strict=True))
 
     def submit(self, pairs: Iterable[tuple[torch.Tensor, Piece]] = ()) -> None:
@@ -230,11 +236,15 @@ class AsyncSaver:
 
     def _start_writer(self) -> None:
         root, buffer = Path(__file__).resolve().parents[2], self.buffer
-        words = [sys.executable, *"-I -S -B -c".split(), START, str(root)]  # nothing but the standard library
-        words += [str(buffer.descriptor), str(buffer.size)]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        session = dict(pass_fds=(buffer.descriptor,), start_new_session=True)  # no Ctrl-C of the terminal
-        self.process = subprocess.Popen(words, **pipes, **session)
+        alone = "-I -S -B -c".split()  # nothing but the standard library
+        self.process = subprocess.Popen(
+            [sys.executable, *alone, START, str(root), str(buffer.descriptor), str(buffer.size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(buffer.descriptor,),
+            start_new_session=True,  # no Ctrl-C of the terminal
+        )
 
     def _follow(self) -> None:
         """In a thread: wait for the copies, send the job, and receive what the writer says of each stage."""

@@ -95,15 +95,21 @@ def overlap(offset: Sequence, shape: Sequence, offset2: Sequence, shape2: Sequen
 # Writing.
 
 
-def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
+def write_shard(
+    folder: Path,
+    rank: int,
+    pieces: Iterable[Piece],
+    slices: Callable[[Piece], Iterable[torch.Tensor]] = lambda piece: [piece.data],
+) -> None:
     """Write the pieces to one safetensors file, synced to disk, and its part of the manifest to a .json file.
 
-    One tensor at a time is copied to the host, hashed and written. `pieces` has all rectangles of a range.
+    One slice at a time is copied to the host, hashed and written. `pieces` has all rectangles of a range;
+    slices: returns the elements of a piece, slice by slice, if `data` is without.
     Raises CheckpointError if two pieces are the same rectangle.
     """
     pieces = in_file_order(pieces)
     header, tensors = describe_shard(pieces, rank)
-    elements = (host_bytes(piece.data) for piece in pieces)
+    elements = (host_bytes(x) for piece in pieces for x in slices(piece))
     write_rank(folder, rank, itertools.chain((header,), elements), tensors, {})
 
 

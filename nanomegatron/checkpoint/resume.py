@@ -242,9 +242,7 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
     if run.model.scales is not None:
         load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
-    word = "resumed"
-    if run.config.run.eval_only:
-        word = "loaded "
+    word = "loaded " if run.config.run.eval_only else "resumed"
     run.log.line(f"{word} {root}, step {loaded.iteration}{how}")
     before, now = loaded.state.get("circumstances", {}), environment_info(run)
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]

@@ -5,7 +5,6 @@
 One that is stored transposed, or in one piece of a Megatron-LM checkpoint, is read whole.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.files import (
-    DTYPES,
-    Piece,
-    describe_shard,
-    header_bytes,
-    host_bytes,
-    in_file_order,
-    write_rank,
-)
+from nanomegatron.checkpoint.files import DTYPES, Piece, header_bytes, host_bytes, write_shard
 from nanomegatron.checkpoint.manifest import CheckpointError
 
 SLICE = 64 * 2**20  # bytes
@@ -79,7 +70,7 @@ def joined(parts: Sequence[Stream], transposed: bool = False) -> Stream:
 
 def write_streams(folder: Path, rank: int, tensors: Mapping[str, Stream]) -> None:
     """Write whole tensors, by their keys, as a rank's file of one of our checkpoints."""
-    pieces = in_file_order(
+    pieces = [
         Piece(
             key,
             stream.shape,
@@ -87,10 +78,8 @@ def write_streams(folder: Path, rank: int, tensors: Mapping[str, Stream]) -> Non
             torch.empty(stream.shape, dtype=stream.dtype, device="meta"),
         )
         for key, stream in tensors.items()
-    )
-    header, described = describe_shard(pieces, rank)
-    chunks = (host_bytes(x) for piece in pieces for x in tensors[piece.key].slices())
-    write_rank(folder, rank, itertools.chain((header,), chunks), described, {})
+    ]
+    write_shard(folder, rank, pieces, lambda piece: tensors[piece.key].slices())
 
 
 def safetensors_header(tensors: Mapping[str, Stream]) -> bytes:
