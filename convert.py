@@ -179,7 +179,7 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
     if args.dtype:
         opened = opened.cast(DTYPES[args.dtype])
     free = shutil.disk_usage(temporary).free
-    need = opened.nbytes + (opened.states_nbytes if args.target != "hf" else 0)
+    need = opened.nbytes(("model/", "hf/") if args.target == "hf" else "")
     if need > free:
         raise ValueError(f"--output-path {target}: it needs {need} bytes, {free} are free there")
     with progress("written", need) as report:
@@ -193,7 +193,7 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
             case _:
                 yield from write_ours(moving, temporary, target, keep=not args.dtype)
     if args.verify:
-        with progress("verified", opened.nbytes) as report:
+        with progress("verified", opened.nbytes(("model/", "hf/"))) as report:
             compare(opened, open_source(args.target, temporary, args.model).counted(report))
         cast = f" cast to {args.dtype}" if args.dtype else ""
         yield f"verified: all {len(opened.tensors)} weights are those of {source}{cast}, to the bit"

@@ -46,7 +46,10 @@ def make_folder(folder: Path, flags: list[str]) -> int:
     config = replace(config, model=model)
     size = config.data.vocab_size
     parts = model_parts(config.model, size)
-    empty = {p.name: Stream(tuple(p.shape), torch.bfloat16, lambda begin, end: torch.empty(0)) for p in parts}
+    empty = {
+        f"model/{p.name}": Stream(tuple(p.shape), torch.bfloat16, lambda begin, end: torch.empty(0))
+        for p in parts
+    }
     table = to_hf(config)
     header = safetensors_header(by_their_names(SourceModel(folder, config, empty), table["model_type"], ()))
     folder.mkdir(parents=True)

@@ -94,7 +94,7 @@ def test_values_that_fp16_does_not_have(tmp_path, capsys):
 def test_fp32_is_read_from_the_main_parameters(tmp_path):
     trained_here(tmp_path / "ckpt", dtype=torch.bfloat16, **LLAMA)
     source = open_ours(tmp_path / "ckpt", None)
-    main = {key: x for key, x in source.states.items() if key.startswith("main/")}
+    main = {key: x for key, x in source.streams.items() if key.startswith("main/")}
     assert len(main) == len(source.tensors)
     assert run(tmp_path / "ckpt", tmp_path / "theirs", "hf", "--dtype", "fp32", "--verify") == 0
     for name, stream in open_hf(tmp_path / "theirs").tensors.items():
@@ -106,8 +106,8 @@ def test_the_main_parameters_of_a_cast_run_are_its_weights(tmp_path):
     source = open_ours(tmp_path / "ckpt", None)
     cast = source.cast(torch.bfloat16)
     for name, stream in source.tensors.items():
-        assert f"main/{name}" not in source.states
-        assert torch.equal(cast.states[f"main/{name}"].read(), stream.read())
+        assert f"main/{name}" not in source.streams
+        assert torch.equal(cast.streams[f"main/{name}"].read(), stream.read())
         assert torch.equal(cast.tensors[name].read(), stream.read().bfloat16())
 
 

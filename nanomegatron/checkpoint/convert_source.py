@@ -35,47 +35,49 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 class SourceModel:
     """A checkpoint to convert.
 
-    tensors: the weights, by our names; kept: others of a Hugging Face folder, by theirs; states: of the
-    optimizer, "exp_avg/NAME" ...; state: what a checkpoint of ours has saved beside tensors, or would have.
+    streams: the weights by our names, "model/NAME", others of a Hugging Face folder by theirs, "hf/NAME", and
+    states of the optimizer, "exp_avg/NAME" ...; state: what a checkpoint of ours has saved beside tensors, or
+    would have.
     """
 
     root: Path
     config: Config
-    tensors: dict[str, Stream]
-    kept: dict[str, Stream] = field(default_factory=dict)
-    states: dict[str, Stream] = field(default_factory=dict)
+    streams: dict[str, Stream]
     state: dict[str, Any] = field(default_factory=dict)
     iteration: int = 0
     folder: Folder | None = None
     notes: Sequence[str] = ()
 
+    def of(self, kind: str) -> dict[str, Stream]:
+        """Return the tensors of a kind, by name."""
+        return {key[len(kind) + 1 :]: x for key, x in self.streams.items() if key.startswith(f"{kind}/")}
+
+    @property
+    def tensors(self) -> dict[str, Stream]:
+        """The weights, by our names."""
+        return self.of("model")
+
     @property
     def vocab_size(self) -> int:
-        return self.tensors[WORD_EMBEDDINGS].shape[0]
+        return self.streams[f"model/{WORD_EMBEDDINGS}"].shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights and kept tensors."""
-        return sum(stream.nbytes for stream in (self.tensors | self.kept).values())
-
-    @property
-    def states_nbytes(self) -> int:
-        """Bytes of the optimizer's states, which are fp32."""
-        return sum(stream.nbytes for stream in self.states.values())
+    def nbytes(self, kinds: str | tuple[str, ...] = "") -> int:
+        """Bytes of the tensors whose keys begin so; the optimizer's states are fp32."""
+        return sum(stream.nbytes for key, stream in self.streams.items() if key.startswith(kinds))
 
     def cast(self, dtype: torch.dtype) -> "SourceModel":
         """Return it with weights of this type; fp32 is read from the main parameters, if it has them.
 
         Of an fp32 run that is cast to 16 bits the weights become its main parameters.
         """
-        found, states = self.tensors, self.states
+        found, streams = self.tensors, self.streams
         if dtype == torch.float32:
-            found = {name: states.get(f"main/{name}", stream) for name, stream in found.items()}
+            found = {name: streams.get(f"main/{name}", stream) for name, stream in found.items()}
         else:
-            states = main_from_weights(found, states) | states
-        found = {name: stream.map(cast_of(name, dtype), dtype) for name, stream in found.items()}
+            streams = main_from_weights(streams) | streams
+        found = {f"model/{name}": stream.map(cast_of(name, dtype), dtype) for name, stream in found.items()}
         precision = replace(self.config.precision, **types(dtype))
-        return replace(self, tensors=found, states=states, config=replace(self.config, precision=precision))
+        return replace(self, streams=streams | found, config=replace(self.config, precision=precision))
 
     def counted(self, report: Callable[[int], object]) -> "SourceModel":
         """Return it so that `report` hears the bytes of each slice that is read."""
@@ -84,17 +86,15 @@ class SourceModel:
             report(x.nbytes)
             return x
 
-        tensors, kept, states = (
-            {name: stream.map(count, stream.dtype) for name, stream in group.items()}
-            for group in (self.tensors, self.kept, self.states)
-        )
-        return replace(self, tensors=tensors, kept=kept, states=states)
+        return replace(self, streams={key: x.map(count, x.dtype) for key, x in self.streams.items()})
 
 
-def main_from_weights(tensors: dict[str, Stream], states: dict[str, Stream]) -> dict[str, Stream]:
+def main_from_weights(streams: dict[str, Stream]) -> dict[str, Stream]:
     """Return main parameters that are the weights, for those that have optimizer states."""
-    trained = [name for name in tensors if f"exp_avg/{name}" in states]
-    return {f"main/{name}": tensors[name].map(torch.Tensor.float, torch.float32) for name in trained}
+    trained = [key.removeprefix("exp_avg/") for key in streams if key.startswith("exp_avg/")]
+    return {
+        f"main/{name}": streams[f"model/{name}"].map(torch.Tensor.float, torch.float32) for name in trained
+    }
 
 
 def cast_of(name: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -130,11 +130,10 @@ def open_hf(root: Path) -> SourceModel:
         x = folder.tensors[name]
         return Stream(tuple(x.shape), x.dtype, lambda a, b: folder.mapped(name)[a:b] if x.dim() else x)
 
-    tensors = {part.name: ours(part.name) for part in parts}
     rest = sorted(folder.tensors.keys() - {place.name for place in found.values()})
-    precision = PrecisionConfig(**types(tensors[parts[0].name].dtype))
-    kept = {name: theirs(name) for name in rest}
-    return SourceModel(root, replace(config, precision=precision), tensors, kept, folder=folder)
+    streams = {f"model/{name}": ours(name) for name in found} | {f"hf/{name}": theirs(name) for name in rest}
+    precision = PrecisionConfig(**types(streams[f"model/{WORD_EMBEDDINGS}"].dtype))
+    return SourceModel(root, replace(config, precision=precision), streams, folder=folder)
 
 
 def open_ours(root: Path, step: int | None) -> SourceModel:
@@ -148,18 +147,11 @@ def open_ours(root: Path, step: int | None) -> SourceModel:
         raise CheckpointError(f"--input-path {root}: no checkpoint there{fix}")
     folder = root / f"iter_{loaded.iteration:07d}"
     folder = folder if folder.exists() else folder.with_suffix(".old")
-    found = streams_of(folder, open_checkpoint(folder))
-    tensors, kept = (
-        {key.removeprefix(kind): x for key, x in found.items() if key.startswith(kind)}
-        for kind in ("model/", "hf/")
-    )
-    states = {key: x for key, x in found.items() if not key.startswith(("model/", "hf/"))}
+    streams = streams_of(folder, open_checkpoint(folder))
     config = from_toml(loaded.config_toml)
-    if WORD_EMBEDDINGS not in tensors:
+    if f"model/{WORD_EMBEDDINGS}" not in streams:
         raise CheckpointError(f"{folder}: model/{WORD_EMBEDDINGS} is missing")
-    return SourceModel(
-        root, config, tensors, kept, states, loaded.state, loaded.iteration, notes=loaded.notes
-    )
+    return SourceModel(root, config, streams, loaded.state, loaded.iteration, notes=loaded.notes)
 
 
 def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
@@ -183,24 +175,24 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     manifest = open_megatron(folder, config.model, config.data.vocab_size)
     config = replace(config, checkpoint=replace(config.checkpoint, load=None))
     found = streams_of(folder, manifest)
-    tensors = {key.removeprefix("model/"): x for key, x in found.items() if key.startswith("model/")}
+    weights = {key: x for key, x in found.items() if key.startswith("model/")}
     notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
     if "--vocab-size" in " ".join(flags):
         notes.append(f"rows of the vocabulary from {config.data.vocab_size} on are left out, as padding")
     iteration, samples = megatron_progress(folder)
     resumes = samples is not None and any(key.startswith("exp_avg/") for key in found)
-    states, state = resumable(config, tensors, found, iteration, samples) if resumes else ({}, {})
-    return SourceModel(root, config, tensors, {}, states, state, manifest.iteration, notes=notes)
+    states, state = resumable(config, found, iteration, samples) if resumes else ({}, {})
+    return SourceModel(root, config, weights | states, state, manifest.iteration, notes=notes)
 
 
 def resumable(
-    config: Config, tensors: dict[str, Stream], found: dict[str, Stream], iteration: int, samples: int
+    config: Config, found: dict[str, Stream], iteration: int, samples: int
 ) -> tuple[dict[str, Stream], dict[str, Any]]:
     """Return the optimizer's states of a checkpoint of Megatron-LM, and the state, as a run here has them."""
     mixed = config.precision.bf16 or config.precision.fp16
     kinds = ("exp_avg/", "exp_avg_sq/", *(["main/"] if mixed else []))
     states = {key: x for key, x in found.items() if key.startswith(kinds)}
-    states = main_from_weights(tensors, states) | states if mixed else states
+    states = main_from_weights(found) | states if mixed else states
     scaler = scaler_numbers(LossScaler(config.precision, torch.device("cpu")))
     state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
     return states, state | {"optimizer": {"good_steps": iteration, "loss_scaler": scaler}}

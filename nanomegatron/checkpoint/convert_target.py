@@ -53,9 +53,8 @@ def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
         raise ValueError(f"Megatron-LM has no model of {', '.join(lacking)}; give another --target")
     if missing := sorted(our_tensors(source.config.model, source.vocab_size).keys() - source.tensors.keys()):
         raise ValueError(f"{source.root} lacks {missing[0]}, which its model has")
-    tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
     about = source.config, source.vocab_size, source.iteration
-    yield from write_megatron(folder, *about, tensors, source.state)
+    yield from write_megatron(folder, *about, source.streams, source.state)
 
 
 def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> Iterator[str]:
@@ -76,14 +75,13 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
         left = {path.name for path in there.path.iterdir()} - {*hashes, *there.files, folder.name}
         yield from [f"left out: {', '.join(sorted(left))}"] if left else []
     layers: dict[str, dict[str, Stream]] = {}
-    for name, stream in source.tensors.items():
+    for name in source.tensors:
         found = re.match(r"decoder\.layers\.\d+\.", name)
         layer = layers.setdefault(found[0] if found else "", {})
-        layer[f"model/{name}"] = stream
-        keys = [f"{kind}/{name}" for kind in ("main", "exp_avg", "exp_avg_sq")]
-        layer |= {key: source.states[key] for key in keys if key in source.states}
-    if keep and source.kept:
-        layers["kept"] = {f"hf/{name}": stream for name, stream in source.kept.items()}
+        keys = [f"{kind}/{name}" for kind in ("model", "main", "exp_avg", "exp_avg_sq")]
+        layer |= {key: source.streams[key] for key in keys if key in source.streams}
+    if keep and source.of("hf"):
+        layers["kept"] = {f"hf/{name}": stream for name, stream in source.of("hf").items()}
     temporary = folder / f"iter_{state['iteration']:07d}.tmp"
     make_folder(temporary, 0)
     for rank, streams in enumerate(layers.values()):
@@ -125,7 +123,7 @@ def write_hf(source: SourceModel, folder: Path, shard_size: int, keep: bool) -> 
         headers, index = shards(tensors, shard_size)
         files |= {"model.safetensors.index.json": index} if len(headers) > 1 else {}
     for name, header in headers.items():
-        write_safetensors(folder / name, tensors | source.kept, header)
+        write_safetensors(folder / name, tensors | source.of("hf"), header)
     for name, data in sorted(files.items(), key=lambda item: item[0] == "config.json"):
         if not name.endswith(HEADER):
             (folder / name).write_bytes(data)
@@ -134,10 +132,11 @@ def write_hf(source: SourceModel, folder: Path, shard_size: int, keep: bool) -> 
 
 def by_their_names(source: SourceModel, family: str, theirs: Iterable[str]) -> dict[str, Stream]:
     """Return the weights under their Hugging Face names. theirs: the names in kept headers."""
-    shapes = {name: stream.shape for name, stream in source.tensors.items()}
+    ours = source.tensors
+    shapes = {name: stream.shape for name, stream in ours.items()}
     parts = defaultdict(list)
     for name, place in places(shapes, family, theirs).items():
-        parts[place.name].append((place, source.tensors[name]))
+        parts[place.name].append((place, ours[name]))
     found = {}
     for name, group in parts.items():
         ordered = [stream for _, stream in sorted(group, key=lambda part: part[0].index)]
@@ -212,9 +211,11 @@ def compare(source: SourceModel, written: SourceModel) -> None:
     """Read both, slice by slice. Raises CheckpointError that names the first tensor with another bit."""
     if missing := source.tensors.keys() ^ written.tensors.keys():
         raise CheckpointError(f"{written.root}: {min(missing)} is in only one of the two")
-    states = {key: x for key, x in source.states.items() if key in written.states}
-    for name, stream in (source.tensors | states).items():
-        other = (written.tensors | written.states)[name]
+    keys = [key for key in source.streams if key in written.streams and not key.startswith("hf/")]
+    for key in keys:
+        name = key.removeprefix("model/")
+        stream = source.streams[key]
+        other = written.streams[key]
         if (stream.shape, stream.dtype) != (other.shape, other.dtype):
             raise CheckpointError(
                 f"{written.root}: {name} is {other.dtype} {list(other.shape)}, not {stream.dtype}"
