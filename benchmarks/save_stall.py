@@ -40,7 +40,7 @@ import train
 from nanomegatron.checkpoint.blocks import verify_files, write_blocks
 from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.folder import read_manifest
-from nanomegatron.checkpoint.manifest import SavedFile, shard_name
+from nanomegatron.checkpoint.manifest import SavedFile, rank_file
 from nanomegatron.checkpoint.resume import Checkpoints
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.log import RunLog
@@ -166,7 +166,7 @@ def measure_async(folder: Path, flags: str, _: int) -> dict[str, Any]:
     run.observers.find(Checkpoints).saver.finish()
     write_s = time.perf_counter() - begin
     target = folder / "ckpt" / f"iter_{run.observers.find(Checkpoints).saver.saved:07d}"
-    shard = {target / shard_name(0): read_manifest(target).files[0]}
+    shard = {target / rank_file("sharded", 0): read_manifest(target).files[0]}
     check_s = seconds(lambda: verify_files(shard, THREADS))
     run.observers.find(Checkpoints).saver.close()
     times = {"prepare_s": prepared, "write_s": write_s, "check_s": check_s}

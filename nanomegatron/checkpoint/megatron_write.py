@@ -4,15 +4,22 @@
         latest_checkpointed_iteration.txt
         release/                            iter_0000120/ if it has an iteration
             __0_0.distcp, __1_0.distcp ...  a file for each layer, and one for the rest; as many for each
-                                            kind of the optimizer's states (megatron_states.py)
+                                            kind of the optimizer's states
             .metadata                       the table of contents, for torch.distributed.checkpoint
             metadata.json                   says that this is torch_dist
-            common.pt                       args: the model's settings; the optimizer's groups and schedule
+            common.pt                       args: the model's settings
+                                            optimizer: groups of parameters with rate, betas and step
+                                            opt_param_scheduler: the schedule, and the samples it has seen
+
+States are named as Megatron's distributed optimizer loads them, of the parameter's shape, at any layout:
+optimizer.state.param.NAME (fp32 main parameters), exp_avg and exp_avg_sq. `content_metadata` is that of
+--dist-ckpt-optim-fully-reshardable.
 
 `_extra_state` of a linear layer is what Transformer Engine keeps of FP8: None, as without it.
 """
 
 import argparse
+import copy
 import io
 import itertools
 import json
@@ -25,16 +32,25 @@ from typing import Any
 
 import torch
 
+from nanomegatron.build import build_schedule, pick_schedules
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
-from nanomegatron.checkpoint.megatron_states import PREFIXES, common_states, lacking
 from nanomegatron.checkpoint.streams import SLICE, Stream
 from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
+from nanomegatron.config.batch import samples_before
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
 from nanomegatron.config.settings import Config
 
 LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+PREFIXES = {"model": "", "main": "optimizer.state.param."}
+PREFIXES |= {kind: f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
+FORM = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+FORM |= {"distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
+# What groups have besides: Megatron's marks, and settings of torch's AdamW that Transformer Engine ignores.
+MARKS = {"bias_correction": True, "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
+MARKS |= dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
+MARKS |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 Parts = list[tuple[str, Spot]]
@@ -167,3 +183,56 @@ def extra_states(sizes: dict[str, tuple[int, ...]]) -> Iterator[str]:
         for index in torch.cartesian_prod(*map(torch.arange, first)).view(-1, len(first)).tolist():
             shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, first))}"
             yield from (f"{name}._extra_state/shard_{shard}" for name in names)
+
+
+# The optimizer in common.pt.
+
+
+def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
+    """Return why states of these kinds cannot be written, or "". state: what a checkpoint of ours says."""
+    if not {"exp_avg", "exp_avg_sq"} <= kinds or not state.get("optimizer"):
+        return "the source has no optimizer states of a run of nanomegatron"
+    if (config.precision.bf16 or config.precision.fp16) and "main" not in kinds:
+        return "the source has no fp32 main parameters"
+    if config.optimizer.decoupled_lr is not None:
+        return "versions of Megatron tell the groups of --decoupled-lr apart by different marks"
+    return ""
+
+
+def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what common.pt has of an optimizer. state: what a checkpoint of ours says."""
+    optimizer, table = config.optimizer, samples_before(config, 1)
+    schedule = build_schedule(config, table)
+    rate_at, _, decay_at = pick_schedules(config, table)
+    steps = state["optimizer"]["good_steps"]
+    samples = table[min(steps, len(table) - 1)]
+    rates = {"max_lr": schedule.lr, "min_lr": schedule.min_lr}
+    decay = decay_at(samples)
+    betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+    alike = MARKS | rates | {"betas": betas, "eps": optimizer.adam_eps, "step": steps}
+    alike["lr"] = rate_at(samples)
+    groups = [
+        alike | {"wd_mult": share, "weight_decay": share * decay, "is_expert_parallel": expert}
+        for expert in (False, True)
+        for share in (1.0, 0.0)
+    ]
+    form = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    if config.precision.fp16 and config.precision.loss_scale is None:
+        scale, good, left = state["optimizer"]["loss_scaler"]
+        form["grad_scaler"] = {"scale": torch.tensor([scale]), "growth_tracker": int(good)}
+        form["grad_scaler"]["hysteresis_tracker"] = int(left)
+    # With expert ranks Megatron has a second optimizer, for experts.
+    apart = config.model.num_experts and config.parallel.expert_model_parallel_size > 1
+    constant = optimizer.weight_decay_incr_style == "constant"
+    scheduler = rates | {
+        "lr_warmup_steps": schedule.warmup,
+        "num_steps": samples,
+        "lr_decay_style": schedule.style,
+        "lr_decay_steps": schedule.decay,
+        "start_wd": optimizer.weight_decay if constant else optimizer.start_weight_decay,
+        "end_wd": optimizer.weight_decay if constant else optimizer.end_weight_decay,
+        "wd_incr_style": optimizer.weight_decay_incr_style,
+        "wd_incr_steps": config.run.train_samples or table[-1],
+    }
+    form = {0: form, 1: copy.deepcopy(form)} if apart else form
+    return {"optimizer": form, "opt_param_scheduler": scheduler, "content_metadata": FORM}
