@@ -156,8 +156,10 @@ def rename(temporary: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        taken = f"--output-path {target}: another conversion has written it meanwhile, whose files stay"
-        raise ValueError(f"{taken}; give a new folder") from None
+        raise ValueError(
+            f"--output-path {target}: another conversion has written it meanwhile, whose files stay; "
+            "give a new folder"
+        ) from None
 
 
 def remove_leftovers(target: Path) -> None:

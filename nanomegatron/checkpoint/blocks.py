@@ -139,5 +139,7 @@ def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryvi
         wanted = buffer[: min(CRC_BLOCK, expected.bytes - begin)]
         file.seek(begin)
         if file.readinto(wanted) < len(wanted) or zlib.crc32(wanted) != expected.crc32[index]:
-            where = f"the CRC-32 of bytes {begin} to {begin + len(wanted) - 1}"
-            raise CheckpointError(f"{path} is damaged: {where} is not the manifest's")
+            raise CheckpointError(
+                f"{path} is damaged: "
+                f"the CRC-32 of bytes {begin} to {begin + len(wanted) - 1} is not the manifest's"
+            )

@@ -222,8 +222,10 @@ def load(
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors == [NO_STATES]:
-        fix = f"resume with --load {root} --no-load-optim, or begin at step 0 in a new run with --finetune"
-        raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
+        raise CheckpointError(
+            f"{found}: {NO_STATES}; resume with --load {root} --no-load-optim, or begin at step 0 "
+            "in a new run with --finetune"
+        )
     if errors:
         raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
     agreed(mesh, f"{found} cannot be read:", formats.fill, found, manifest, pieces + main)
@@ -269,10 +271,11 @@ def _newest_intact(
         path = root / found[iteration]
         manifest, errors = on_all_ranks(mesh, _verified, path, iteration, mesh.world, integrity)
         if not errors:
-            lost = max(found) - iteration
-            fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
-            few = "; ".join(some(bad, 3))
-            return path, manifest, [f"damaged checkpoint: {few}; {fell_back}"] * bool(bad)
+            note = (
+                f"damaged checkpoint: {'; '.join(some(bad, 3))}; loading iteration {iteration} instead: "
+                f"{max(found) - iteration} iterations are lost"
+            )
+            return path, manifest, [note] if bad else []
         if any(error.endswith((UPDATE, OUTDATED)) for error in errors):
             raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors

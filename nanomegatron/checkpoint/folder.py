@@ -135,8 +135,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest and its hash, synced to disk. Raises CheckpointError if it is too large."""
     text = to_json(manifest)
     if (size := len(text.encode())) > MANIFEST_LIMIT:
-        hint = "larger buckets (--ddp-bucket-size) make fewer ranges"
-        raise CheckpointError(f"{MANIFEST} of {size} bytes is larger than {MANIFEST_LIMIT}: {hint}")
+        raise CheckpointError(
+            f"{MANIFEST} of {size} bytes is larger than {MANIFEST_LIMIT}: "
+            "larger buckets (--ddp-bucket-size) make fewer ranges"
+        )
     write_text(folder / MANIFEST, text)
     write_text(folder / MANIFEST_SUM, _sum_line(text.encode()))
 
@@ -230,8 +232,10 @@ def newest_folder(root: Path) -> int | None:
     for path in root.iterdir() if root.is_dir() else ():
         match = PUBLISHED.fullmatch(path.name)
         if match and path.is_symlink() and not path.exists() and int(match[1]) > (newest or -1):
-            target = f"{path} is a symbolic link to {os.readlink(path)}, which is not there"
-            raise CheckpointError(f"{target}: mount or restore that, or remove the link")
+            raise CheckpointError(
+                f"{path} is a symbolic link to {os.readlink(path)}, which is not there: "
+                "mount or restore that, or remove the link"
+            )
     return newest
 
 

@@ -61,8 +61,10 @@ def check_layout(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     """Raise CheckpointError if only another layout can load this checkpoint."""
     saved, here = manifest.format.get("layout"), layout_words(mesh)
     if manifest.format.get("name") == "torch" and saved != here:
-        fix = "save it there with --ckpt-format sharded or torch_dist, which any layout loads"
-        raise CheckpointError(f"{folder}: --ckpt-format torch, by {saved}, and this run is {here}; {fix}")
+        raise CheckpointError(
+            f"{folder}: --ckpt-format torch, by {saved}, and this run is {here}; save it there with "
+            "--ckpt-format sharded or torch_dist, which any layout loads"
+        )
 
 
 def open_checkpoint(folder: Path) -> Manifest:

@@ -274,29 +274,20 @@ def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 def stops_of(root: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's own, and those that a Hugging Face model's files name.
 
-    The files are in its folder, or what a checkpoint that came from it has kept. A NullTokenizer stands for
-    one that is not known: its own token counts only where no file names any. Raises ValueError.
+    As transformers' generate has it: eos_token_id, a number or a list, of generation_config.json, or of
+    config.json where the folder has no such file. The files are in its folder, or what a checkpoint that came
+    from it has kept. A NullTokenizer stands for one that is not known: its own token counts only where no
+    file names any. Raises ValueError.
     """
-    named = stop_ids(root if is_hf_folder(root) else Path(root) / "hf")
-    unknown = tokenizer.spec["type"] == "NullTokenizer"
-    return named if named and unknown else named | {tokenizer.eod}
-
-
-def stop_ids(folder: str | Path) -> frozenset[int]:
-    """The tokens that end a text, as transformers' generate has it: eos_token_id, a number or a list.
-
-    That of generation_config.json counts, or of config.json where the folder has no such file. Raises
-    ValueError.
-    """
-    paths = [Path(folder) / name for name in ("generation_config.json", "config.json")]
+    folder = Path(root) if is_hf_folder(root) else Path(root) / "hf"
+    paths = [folder / name for name in ("generation_config.json", "config.json")]
     path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return frozenset()
-    found = read_json(path).get("eos_token_id")
+    found = read_json(path).get("eos_token_id") if path else None
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(token) is not int or token < 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id = {found!r:.80}: must be a token's number, or a list of them")
-    return frozenset(ids)
+    unknown = tokenizer.spec["type"] == "NullTokenizer"
+    return frozenset(ids) if ids and unknown else frozenset({*ids, tokenizer.eod})
 
 
 def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:

@@ -252,8 +252,9 @@ def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, Sa
         for key, mine in part.tensors.items():
             whole = tensors.setdefault(key, SavedTensor(mine.dtype, mine.shape, {}))
             if (mine.dtype, mine.shape) != (whole.dtype, whole.shape):
-                found = f"{mine.dtype} {mine.shape}, elsewhere {whole.dtype} {whole.shape}"
-                raise CheckpointError(f"{path.name}: {key} is {found}")
+                raise CheckpointError(
+                    f"{path.name}: {key} is {mine.dtype} {mine.shape}, elsewhere {whole.dtype} {whole.shape}"
+                )
             for box, ranges in mine.boxes.items():
                 whole.boxes.setdefault(box, []).extend(ranges)
     for tensor in tensors.values():
@@ -275,8 +276,9 @@ def parse_manifest(text: bytes) -> Manifest:
         entry = json.loads(text)
         version = entry["format_version"]
         if _size(version) > FORMAT_VERSION:
-            newest = f"this program reads up to {FORMAT_VERSION}"
-            raise CheckpointError(f"format_version {version}, {newest}: {UPDATE}")
+            raise CheckpointError(
+                f"format_version {version}, this program reads up to {FORMAT_VERSION}: {UPDATE}"
+            )
         if 0 < version < FORMAT_VERSION:
             raise CheckpointError(
                 f"format_version {version}, this program reads {FORMAT_VERSION}: {OUTDATED}"

@@ -256,9 +256,10 @@ def note_new_schedule(run: Training) -> None:
     left = run.config.run.train_iters - run.progress.iteration
     if 0 < left < run.config.run.train_iters:
         lr = float(run.optimizer.lr_table[0, 0])
-        what = f"the schedule begins again, step {run.progress.iteration + 1} has the rate of step 1, {lr:g}"
-        how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
-        log_notes(run, [f"--no-load-optim: {what}; {how}"])
+        run.log.line(
+            f"note    --no-load-optim: the schedule begins again, step {run.progress.iteration + 1} has the "
+            f"rate of step 1, {lr:g}; --lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
+        )
 
 
 def check_model(run: Training, source: LoadSource, saved: str) -> None:

@@ -118,14 +118,13 @@ def check_tokenizer(config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
     if found is None or has_weights_only(found[0]) or config.checkpoint.allow_data_change:
         return
     if found[0].get("tokenizer_fingerprint") not in (None, tokenizer.fingerprint):
-        was = (
-            f"{source.root} was trained on {trained_on(found[0])}, with tokenizer {found[0].get('tokenizer')}"
-        )
-        fix = (
+        error = (
+            f"{source.root} was trained on {trained_on(found[0])}, "
+            f"with tokenizer {found[0].get('tokenizer')}, not {tokenizer.spec}, which gives other ids: "
             "give that data, or another --run-name to train on this from the start; "
             "--allow-data-change resumes with this, --finetune starts at step 0"
         )
-        raise ConfigError([f"{was}, not {tokenizer.spec}, which gives other ids: {fix}"])
+        raise ConfigError([error])
 
 
 def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[list[str], list[str]]:

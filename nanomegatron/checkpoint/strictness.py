@@ -37,8 +37,10 @@ def fit(
         unused = [key for key in saved if key not in wanted and key.partition("/")[0] in kinds]
         names = ", ".join(some(unused))
         if unused and strictness == "raise_all":
-            fix = "--dist-ckpt-strictness log_all leaves them out"
-            raise CheckpointError(f"{len(unused)} saved tensors have no place here: {names}; {fix}")
+            raise CheckpointError(
+                f"{len(unused)} saved tensors have no place here: {names}; "
+                "--dist-ckpt-strictness log_all leaves them out"
+            )
         notes += [f"{len(unused)} saved tensors are not used: {names}"] if unused else []
     absent = wanted - saved.keys()
     if not absent or not strictness.startswith(("log_", "ignore_")):
