@@ -155,16 +155,14 @@ def prune(root: Path, iteration: int, keep: Retention) -> list[str]:
 
     A damaged folder does not count as one of the last, so that undamaged ones are not removed for it.
     """
-    dropped = []
     try:
-        for path in superseded(root, iteration, keep):
-            aside = path.with_suffix(".tmp")
-            os.rename(path, aside)
-            dropped.append(aside)
+        dropped = superseded(root, iteration, keep)
+        for path in dropped:
+            os.rename(path, path.with_suffix(".tmp"))
         if dropped:
             sync_folder(root)  # no half of a folder has its final name, even if the power fails
         for path in dropped:
-            shutil.rmtree(path)
+            shutil.rmtree(path.with_suffix(".tmp"))
     except OSError as error:
         return [f"an old checkpoint could not be removed: {error}"]
     return []
