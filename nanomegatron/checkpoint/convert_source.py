@@ -48,14 +48,14 @@ class SourceModel:
     folder: Folder | None = None
     notes: Sequence[str] = ()
 
-    def of(self, kind: str) -> dict[str, Stream]:
+    def of_kind(self, kind: str) -> dict[str, Stream]:
         """Return the tensors of a kind, by name."""
         return {key[len(kind) + 1 :]: x for key, x in self.streams.items() if key.startswith(f"{kind}/")}
 
     @property
     def tensors(self) -> dict[str, Stream]:
         """The weights, by our names."""
-        return self.of("model")
+        return self.of_kind("model")
 
     @property
     def vocab_size(self) -> int:

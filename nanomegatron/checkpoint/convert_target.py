@@ -80,8 +80,8 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
         layer = layers.setdefault(found[0] if found else "", {})
         keys = [f"{kind}/{name}" for kind in ("model", "main", "exp_avg", "exp_avg_sq")]
         layer |= {key: source.streams[key] for key in keys if key in source.streams}
-    if keep and source.of("hf"):
-        layers["kept"] = {f"hf/{name}": stream for name, stream in source.of("hf").items()}
+    if keep and source.of_kind("hf"):
+        layers["kept"] = {f"hf/{name}": stream for name, stream in source.of_kind("hf").items()}
     temporary = folder / f"iter_{state['iteration']:07d}.tmp"
     make_folder(temporary, 0)
     for rank, streams in enumerate(layers.values()):
@@ -123,7 +123,7 @@ def write_hf(source: SourceModel, folder: Path, shard_size: int, keep: bool) -> 
         headers, index = shards(tensors, shard_size)
         files |= {"model.safetensors.index.json": index} if len(headers) > 1 else {}
     for name, header in headers.items():
-        write_safetensors(folder / name, tensors | source.of("hf"), header)
+        write_safetensors(folder / name, tensors | source.of_kind("hf"), header)
     for name, data in sorted(files.items(), key=lambda item: item[0] == "config.json"):
         if not name.endswith(HEADER):
             (folder / name).write_bytes(data)
