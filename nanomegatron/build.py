@@ -38,7 +38,7 @@ from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.fast.fused_loss import fused_loss
+from nanomegatron.fast.fused_loss import fused_output_loss
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.offload import host_state
@@ -254,7 +254,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
             model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap),
             OverlappedMoe(peers, halves),
         ),
-        ("loss", model.cross_entropy_loss_fusion, fused_loss),
+        ("loss", model.cross_entropy_loss_fusion, fused_output_loss),
         ("shard_comm", everywhere and overlaps, PeerShardComm(peers)),
         ("gathered", casts, gathered_casts),
         ("state", casts, cast_state),

@@ -12,7 +12,7 @@ from nanomegatron.build import buckets_class
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.fast.fused_loss import fused_loss
+from nanomegatron.fast.fused_loss import fused_output_loss
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, WeightGradStore, accumulate, add_grad, add_product, grad_buffer, report
@@ -58,7 +58,7 @@ def gradients(
     torch.manual_seed(1)
     model = GPTModel(config, **SIZE, init=Init(dtype=dtype))
     if "fused" in way:
-        model.output_layer.loss = fused_loss
+        model.output_layer.loss = fused_output_loss
     strategy = "optim_grads" if "pooled" in way else "no_shard"
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy, ddp_bucket_size=1000)
     buckets, store = begin and buckets_class(parallel)(model, parallel, Mesh(), grad_dtype), WeightGradStore()

@@ -15,7 +15,7 @@ from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, Pa
 from nanomegatron.fast import ring
 from nanomegatron.fast.fp8_producers import quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.fast.fused_loss import FusedLossFunction, fused_loss
+from nanomegatron.fast.fused_loss import FusedLossFunction, fused_output_loss
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.layers import logits_then_loss
 from nanomegatron.mesh import Axis
@@ -141,7 +141,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     pick_variants(built, Axis.single("cp"))
     if scales is not None:
         quantize_layers(built, scales, range(model.num_layers))
-    loss = fused_loss if model.cross_entropy_loss_fusion else logits_then_loss
+    loss = fused_output_loss if model.cross_entropy_loss_fusion else logits_then_loss
     moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
     layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
     discards = model.recompute_modules

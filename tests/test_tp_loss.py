@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_gather, own_slice
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy, fused_loss
+from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy, fused_output_loss
 from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import cross_entropy as ops_loss
@@ -86,7 +86,7 @@ def test_the_loss_is_of_scaled_and_bounded_logits(fused_too):
     config = TransformerConfig(1, H, 2, logits_scaling=4.0, final_logit_softcapping=cap)
     x, weight = torch.randn(S, B, H), torch.nn.Parameter(3 * torch.randn(PADDED, H))
     layer, labels = OutputLayer(config, 13, weight, Axis.single()), torch.randint(13, (B, S))
-    layer.loss = fused_loss if fused_too else logits_then_loss
+    layer.loss = fused_output_loss if fused_too else logits_then_loss
     if not fused_too:
         with pytest.raises(RuntimeError, match="--final-logit-softcapping: the output layer needs a variant"):
             layer(x, labels, None)

@@ -128,7 +128,7 @@ def chunk_loss(
     return lse - picked, dx
 
 
-def fused_loss(
+def fused_output_loss(
     layer: OutputLayer, x: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None
 ) -> torch.Tensor:
     """`fused_linear_cross_entropy` as an `OutputLayer.loss`. x `[s, b, h]`, labels `[b, s]` -> `[b, s]`"""
