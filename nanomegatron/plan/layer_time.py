@@ -32,36 +32,15 @@ UNCAST = "bf16", "fp32"  # kinds of matmuls whose operands are not cast
 OVERLAPPED = 0.3  # of tp's communication that matmuls in pieces leave exposed
 
 
-class OpTime(NamedTuple):
-    """Seconds by part of an op of the pipeline; `hidden`: of communication beside compute."""
-
-    parts: Counter
-    hidden: Counter
-
-    def __add__(self, other: "OpTime") -> "OpTime":
-        return OpTime(self.parts + other.parts, self.hidden + other.hidden)
-
-    def __mul__(self, times: float) -> "OpTime":
-        return OpTime(*(Counter({key: x * times for key, x in part.items()}) for part in self))
-
-    @property
-    def total(self) -> float:
-        """Seconds, of what is not hidden."""
-        return sum(self.parts.values())
-
-
-NOTHING = OpTime(Counter(), Counter())
-
-
 class StageTime(NamedTuple):
-    """The seconds of F, B and W of some layers for one microbatch, and the three together."""
+    """The seconds of F, B and W of some layers for one microbatch, and of the three together by part."""
 
     seconds: tuple[float, float, float]
-    ops: OpTime
+    ops: Counter
 
 
 class LayerTimes:
-    """The seconds of F, B and W in a layer of a run."""
+    """The seconds of F, B and W in a layer of a run, by part."""
 
     def __init__(self, sizes: Sizes, cluster: Cluster) -> None:
         self.sizes, self.cluster = sizes, cluster
@@ -78,21 +57,21 @@ class LayerTimes:
         run = self.cluster.matmul
         return run(m, n, k, kind), run(m, k, n, kind), run(n, k, m, kind)
 
-    def layer(self, number: int) -> tuple[OpTime, OpTime, OpTime]:
+    def layer(self, number: int) -> tuple[Counter, Counter, Counter]:
         """F, B and W of a layer; what is recomputed of its parts counts in B."""
         sizes, model = self.sizes, self.sizes.model
         moe, mode = model.moe_layers[number], sizes.cp_modes[number]
         ops = self._attention(number, mode), self._mlp(number, moe)
-        forward, backward, weight = (sum(op, NOTHING) for op in zip(*ops))
+        forward, backward, weight = (sum(op, Counter()) for op in zip(*ops))
         again = self._again(ops, mode)
         in_fp8 = self._kind(number) not in UNCAST
         kernels = [a + b * moe + c * in_fp8 for a, b, c in zip(LAYER_KERNELS, EXPERT_KERNELS, CAST_KERNELS)]
-        gaps = [OpTime(Counter({"other kernels": n * self.cluster.gap}), Counter()) for n in kernels]
+        gaps = [Counter({"other kernels": n * self.cluster.gap}) for n in kernels]
         return forward + gaps[0], backward + again + gaps[1], weight + gaps[2]
 
-    def _again(self, ops: tuple, mode: CPMode) -> OpTime:
+    def _again(self, ops: tuple, mode: CPMode) -> Counter:
         """The time of selective recomputation."""
-        sizes, model, (attention, mlp) = self.sizes, self.sizes.model, (op[0].parts for op in ops)
+        sizes, model, (attention, mlp) = self.sizes, self.sizes.model, (op[0] for op in ops)
         parts: Counter = Counter()
         if model.recomputes("core_attn"):
             parts["attention"] = attention["attention"]
@@ -102,7 +81,7 @@ class LayerTimes:
         acted = sizes.ffn(False) + sizes.copies * sizes.expert_ffn * bool(model.num_experts)
         values += 3 * acted * (model.recomputes("mlp_act") or model.recomputes("moe_act"))
         parts["other kernels"] += self._move(values)
-        return OpTime(parts, Counter())
+        return parts
 
     def _move(self, values: float, item: float | None = None) -> float:
         """Seconds of a kernel that reads and writes this number of values of each token."""
@@ -126,7 +105,7 @@ class LayerTimes:
                     parts[0]["other kernels"] += self.cluster.move(4 * n * k)  # as if in each microbatch
         return parts
 
-    def _attention(self, number: int, mode: CPMode) -> list[OpTime]:
+    def _attention(self, number: int, mode: CPMode) -> list[Counter]:
         sizes, model, kind = self.sizes, self.sizes.model, self._kind(number)
         hidden = model.hidden_size
         shapes = [(sizes.n + 2 * sizes.g, hidden), (hidden, sizes.n)]
@@ -143,22 +122,21 @@ class LayerTimes:
         forward["attention"], backward["attention"] = seconds
         forward["other kernels"] += self._move(4 * sizes.h + rotated)
         backward["other kernels"] += self._move(4 * sizes.h + rotated + 3 * sizes.n)
-        ops = [OpTime(forward, Counter()), OpTime(backward, Counter()), OpTime(weight, Counter())]
-        return self._with_cp(self._with_tp(ops, kind), mode, seconds)
+        return self._with_cp(self._with_tp([forward, backward, weight], kind), mode, seconds)
 
-    def _mlp(self, number: int, moe: bool) -> list[OpTime]:
+    def _mlp(self, number: int, moe: bool) -> list[Counter]:
         sizes, model, kind = self.sizes, self.sizes.model, self._kind(number)
         f, gated = sizes.ffn(moe), model.gated
         shapes = [(f * (2 if gated else 1), model.hidden_size), (model.hidden_size, f)] if f else []
         forward, backward, weight = self._dense(shapes, kind)
         forward["other kernels"] += self._move(4 * sizes.h + (3 if gated else 2) * f)
         backward["other kernels"] += self._move(4 * sizes.h + (5 if gated else 3) * f)
-        ops = [OpTime(part, Counter()) for part in (forward, backward, weight)]
+        ops = [forward, backward, weight]
         if f:
             ops = self._with_tp(ops, kind)
         return [a + b for a, b in zip(ops, self._experts(), strict=True)] if moe else ops
 
-    def _experts(self) -> list[OpTime]:
+    def _experts(self) -> list[Counter]:
         sizes, model, cluster = self.sizes, self.sizes.model, self.cluster
         kind = self.fp8 if sizes.fp8_experts else "grouped"
         rows, h, f = sizes.copies * sizes.tokens / sizes.local_experts, model.hidden_size, sizes.expert_ffn
@@ -181,9 +159,9 @@ class LayerTimes:
         seconds = 2 * cluster.collective(tokens * h * sizes.item * held, ranks)
         for part in parts[:2]:
             part["ep communication"] = seconds
-        return [OpTime(part, Counter()) for part in parts]
+        return parts
 
-    def _with_tp(self, ops: list[OpTime], kind: str) -> list[OpTime]:
+    def _with_tp(self, ops: list[Counter], kind: str) -> list[Counter]:
         """The same with the communication of a pair of column- and row-parallel layers.
 
         With sequence parallelism FP8 layers gather bytes: rows of x, and of the gradient.
@@ -194,18 +172,14 @@ class LayerTimes:
         values, cut = sizes.tokens * sizes.model.hidden_size, sizes.config.sequence_cut > 1
         once = self.cluster.collective(values * sizes.item, tp)  # an all-reduce is two of these
         gather = self.cluster.collective(values, tp) if cut and kind not in UNCAST else once
-        again = gather if sizes.input < sizes.item else once
         exposed = [gather + once, gather if cut else 0.0]
-        hidden = [0.0, again + once]
         if sizes.parallel.tp_comm_overlap:
-            hidden = [h + e * (1 - OVERLAPPED) for h, e in zip(hidden, exposed, strict=True)]
             exposed = [e * OVERLAPPED for e in exposed]
-        for op, seen, beside in zip(ops, exposed, hidden):
-            op.parts["tp communication"] += seen
-            op.hidden["tp communication"] += beside
+        for op, seen in zip(ops, exposed):
+            op["tp communication"] += seen
         return ops
 
-    def _with_cp(self, ops: list[OpTime], mode: CPMode, attention: tuple[float, float]) -> list[OpTime]:
+    def _with_cp(self, ops: list[Counter], mode: CPMode, attention: tuple[float, float]) -> list[Counter]:
         """The same with the communication of attention over cp."""
         sizes, cluster = self.sizes, self.cluster
         if sizes.parallel.context_parallel_size == 1:
@@ -214,18 +188,17 @@ class LayerTimes:
         if mode.heads > 1:
             whole = (2 * sizes.n + 2 * sizes.g) * sizes.value
             for op in ops[:2]:
-                op.parts["cp communication"] += cluster.collective(whole, mode.heads, stride)
+                op["cp communication"] += cluster.collective(whole, mode.heads, stride)
         if mode.keys > 1:
             sent = kv * mode.keys
             times = [cluster.collective(sent, mode.keys, stride * mode.heads) for _ in range(2)]
             times[1] *= 3  # keys again, and sums of their gradients in fp32
             for op, seconds, compute in zip(ops, times, attention):
                 beside = 0.0 if mode.gathered else min(seconds, compute * (mode.keys - 1) / mode.keys)
-                op.parts["cp communication"] += seconds - beside
-                op.hidden["cp communication"] += beside
+                op["cp communication"] += seconds - beside
         return ops
 
-    def ends(self, columns: int, first: bool, last: bool) -> tuple[OpTime, OpTime, OpTime]:
+    def ends(self, columns: int, first: bool, last: bool) -> tuple[Counter, Counter, Counter]:
         """F, B and W of embedding, last norm, output layer and loss. columns: of the logits on a rank."""
         sizes, hidden = self.sizes, self.sizes.model.hidden_size
         parts = [Counter(), Counter(), Counter()]
@@ -237,8 +210,7 @@ class LayerTimes:
         if first:
             parts[0]["other kernels"] += self._move(2 * sizes.h)
             parts[2]["other kernels"] += self._move(6 * sizes.h)
-        ops = [OpTime(part, Counter()) for part in parts]
-        return tuple(self._with_tp(ops, kind)) if last else tuple(ops)
+        return tuple(self._with_tp(parts, kind) if last else parts)
 
 
 layer_times = lru_cache(maxsize=1024)(LayerTimes)  # the same for all pipelines and replicas: `sizes_of`
@@ -249,17 +221,17 @@ def layer_time(times: LayerTimes, number: int, again: bool) -> StageTime:
     """Return the time of a layer; again: B computes all of F again."""
     forward, backward, weight = times.layer(number)
     ops = forward, backward + forward if again else backward, weight
-    return StageTime(tuple(op.total for op in ops), sum(ops, NOTHING))
+    return StageTime(tuple(op.total() for op in ops), sum(ops, Counter()))
 
 
 @lru_cache(maxsize=8192)
 def stage_time(times: LayerTimes, like: tuple[int, ...], columns: int, first: bool, last: bool) -> StageTime:
     """Return the time of a stage. like: of `times`, of its layers; columns: of the logits on a rank."""
     ends = times.ends(columns, first, last)
-    seconds, ops = [op.total for op in ends], sum(ends, NOTHING)
+    seconds, ops = [op.total() for op in ends], sum(ends, Counter())
     for run, again in times.sizes.model.segments(len(like)):
         for number, count in Counter(like[i] for i in run).items():
             layer = layer_time(times, number, again)
             seconds = [x + y * count for x, y in zip(seconds, layer.seconds, strict=True)]
-            ops = ops + layer.ops * count
+            ops = ops + Counter({part: x * count for part, x in layer.ops.items()})
     return StageTime(tuple(seconds), ops)

@@ -33,7 +33,6 @@ from nanomegatron.plan.layer_time import (
     EXPERT_KERNELS,
     LAYER_GRAPHS,
     LAYER_KERNELS,
-    NOTHING,
     StageTime,
     layer_times,
     stage_time,
@@ -50,10 +49,9 @@ IDLE_KERNELS = {"allgather": 36, "alltoall": 72}  # launched while the GPU waits
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by part, and of communication hidden behind compute, by axis."""
+    """Seconds of a step by part; communication hidden behind compute is none of them."""
 
     parts: dict[str, float]
-    hidden: dict[str, float]
     run: Planned
     cluster: Cluster
 
@@ -107,22 +105,20 @@ def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTim
     (order, stages), layers = stage_times(run, cluster), stage_layers(config, vocab)
     seconds, microbatches, last = [s.seconds for s in stages], order.microbatches, len(stages) - 1
     slowest = max(order.stages, key=lambda rank: sum(sum(seconds[stage]) for stage in rank))
-    micro = sum((stages[stage].ops for stage in slowest), NOTHING)
-    busy = micro * microbatches
-    parts, hidden = Counter(busy.parts), Counter(busy.hidden)
+    micro = sum((stages[stage].ops for stage in slowest), Counter())
+    parts = Counter({part: x * microbatches for part, x in micro.items()})
+    busy = parts.total()
     if order.pp > 1:
         parts += pipeline_waits(config, cluster, sizes, order, seconds, simulated)
     own = [layer for stage in slowest for layer in layers[stage]]
-    parts["launches"] = launches(run, cluster, own, microbatches, busy.total)
+    parts["launches"] = launches(run, cluster, own, microbatches, busy)
     ends = 0 in slowest, last in slowest
     params = parameter_count(config.model, vocab, sizes.tp, own, *ends, experts=0), expert_weights(sizes, own)
     forward = sum(seconds[stage][0] for stage in slowest)
-    f_and_b = forward, micro.total - forward
-    reduced, beside = data_parallel(config, sizes, cluster, params, f_and_b, microbatches)
-    parts["dp communication"] += reduced
-    hidden["dp communication"] += beside
+    f_and_b = forward, micro.total() - forward
+    parts["dp communication"] += data_parallel(config, sizes, cluster, params, f_and_b, microbatches)
     parts["optimizer"] = optimizer(config, cluster, sizes, params)
-    return StepTime({part: parts[part] for part in STEP_PARTS}, dict(hidden), run, cluster)
+    return StepTime({part: parts[part] for part in STEP_PARTS}, run, cluster)
 
 
 def pipeline_waits(
@@ -191,8 +187,8 @@ def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, 
 
 def data_parallel(
     config: Config, sizes: Sizes, cluster: Cluster, params: tuple, micro: tuple, microbatches: int
-) -> tuple[float, float]:
-    """Return the exposed and the hidden seconds of reducing gradients and gathering parameters.
+) -> float:
+    """Return the exposed seconds of reducing gradients and gathering parameters.
 
     params: of the rank, dense ones and experts'; micro: its seconds of F, and of B and W, in one microbatch.
     """
@@ -214,7 +210,7 @@ def data_parallel(
         in_forward = min(forward, reduce * min(1, REDUCTIONS / buckets))
         hidden += (microbatches - 1) * min(reduce, backward + in_forward) * parallel.overlap_grad_reduce
         reduce = (reduce + writes) * microbatches
-    return reduce + gather - hidden + CONTENTION * hidden, hidden
+    return reduce + gather - hidden + CONTENTION * hidden
 
 
 def optimizer(config: Config, cluster: Cluster, sizes: Sizes, params: tuple[int, int]) -> float:
