@@ -206,8 +206,8 @@ def unseen_notes(run: RunConfig, done: int) -> Iterator[str]:
 
 def run_notes(config: Config) -> list[str]:
     """Return notes on settings that have no effect, or only a partial one."""
-    run, data, precision, checkpoint = config.run, config.data, config.precision, config.checkpoint
-    model, parallel = config.model, config.parallel
+    run, data, checkpoint = config.run, config.data, config.checkpoint
+    model, parallel, precision = config.model, config.parallel, config.precision
     samples, batch = run.train_samples or 0, data.global_batch_size or 1
     hang, limit = run.hang_timeout_secs or 0, 60 * parallel.distributed_timeout_minutes
     return those_that_hold(
