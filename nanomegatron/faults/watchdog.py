@@ -212,8 +212,8 @@ class Watchdog:
             words[0] += f", in {waiting[0]}"
         if len(ranks) > 1 and not now:
             words.append("the store of the ranks does not answer: is its machine lost?")
-        words.append(f"the stacks of all live ranks are in {self.log.folder}/hang.*.txt")
-        return who or self.mesh.label, "; ".join(words)
+        stacks = f"the stacks of all live ranks are in {self.log.folder}/hang.*.txt"
+        return who or self.mesh.label, "; ".join([*words, stacks])
 
 
 def place() -> str:
