@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
 from nanomegatron.build import attention_over_cp
-from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.cp import AttentionBlock, RingFunction, SequenceShard
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
@@ -134,7 +134,7 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
         return run_of(session, row, places, functools.partial(torch_attention, rotate), backward)
 
     alone = row.s if row.bounds else round(row.s / math.sqrt(axis.size))
-    kinds = [kind for kind in CP_TYPES if kind != "a2a+p2p" or axis.levels]
+    kinds = [kind for kind in ("p2p", "a2a", "allgather", "a2a+p2p") if kind != "a2a+p2p" or axis.levels]
     found = {kind: functools.partial(ours, kind) for kind in kinds}
     if not row.bounds:
         found["equal slices"] = equal_slices

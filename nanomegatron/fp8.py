@@ -233,7 +233,7 @@ class Blockwise(Recipe):
         return fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
 
 
-RECIPES = {"tensorwise": Tensorwise, "delayed": Delayed, "rowwise": Rowwise, "blockwise": Blockwise}
+RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe:

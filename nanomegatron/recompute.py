@@ -92,7 +92,7 @@ def recomputed(
 
 @contextmanager
 def rng_state(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """Context manager: inside, the device's CUDA RNG is in `state` (None: as it is); then it is restored."""
+    """Context manager: inside, the device's CUDA RNG is in state `[n]` (None: as it is); then restored."""
     if state is None:
         yield
         return

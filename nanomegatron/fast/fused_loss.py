@@ -131,7 +131,10 @@ def chunk_loss(
 def fused_output_loss(
     layer: OutputLayer, x: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """`fused_linear_cross_entropy` as an `OutputLayer.loss`. x `[s, b, h]`, labels `[b, s]` -> `[b, s]`"""
+    """`fused_linear_cross_entropy` as an `OutputLayer.loss`.
+
+    x `[s, b, h]` or `[s/tp, b, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
+    """
     return fused_linear_cross_entropy(
         x, layer.weight, labels, loss_weights, layer.tp, layer.vocab_size, layer.sequence_sharded
     )
