@@ -18,17 +18,17 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2511          102            138      31      28      29
+checkpoint          2514           99            138      31      28      29
 commands            1004           36             70      26      11      21
-config              2294          119            138      10      39      50
+config              2307          108            138      10      39      53
 core                2924            3             97      19       7      26
-data                1664           71             79      19      13       8
+data                1668           67             79      19      13       9
 debug                624           26             42       4       4      11
 fast                1757           89             69      32       9      12
 faults              1054           36             42       3       5      15
 launch               251            1             10       0       2       5
 ops                 1606           84            145      73       2      21
-plan                1176           93            106      12       7      26
+plan                1179           91            106      12       7      26
 programs             573           10             31       0       9       6
 report              1713           62             72       5      12      20
 variants             214            2              3       0       0       2

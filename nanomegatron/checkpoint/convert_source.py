@@ -70,7 +70,8 @@ class SourceModel:
 
         Of an fp32 run that is cast to 16 bits the weights become its main parameters.
         """
-        found, streams = self.tensors, self.streams
+        found = self.tensors
+        streams = self.streams
         if dtype == torch.float32:
             found = {name: streams.get(f"main/{name}", stream) for name, stream in found.items()}
         else:

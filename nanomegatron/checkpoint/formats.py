@@ -81,7 +81,8 @@ def write_torch(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
 
     The host holds two copies of all of them meanwhile.
     """
-    pieces, buffer = list(pieces), io.BytesIO()
+    pieces = list(pieces)
+    buffer = io.BytesIO()
     _, table = describe_shard(pieces, rank)
     tensors = {piece.entry: plain_copy(piece) for piece in pieces}
     torch.save({"tensors": tensors, "about": json.dumps({"format": "torch", "rank": rank})}, buffer)

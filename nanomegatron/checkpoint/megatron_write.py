@@ -201,7 +201,8 @@ def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
 
 def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
     """Return what common.pt has of an optimizer. state: what a checkpoint of ours says."""
-    optimizer, table = config.optimizer, samples_before(config, 1)
+    optimizer = config.optimizer
+    table = samples_before(config, 1)
     schedule = build_schedule(config, table)
     rate_at, _, decay_at = pick_schedules(config, table)
     steps = state["optimizer"]["good_steps"]

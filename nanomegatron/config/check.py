@@ -133,7 +133,8 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
                 yield f"{flag(name)} {value}: is a folder; give the name of a file"
             elif not folder.is_dir():
                 yield f"{flag(name)} {value}: {folder} is a file; give another folder"
-    file, mode = run.exit_on_preemption_file, config.faults.rerun_mode
+    file = run.exit_on_preemption_file
+    mode = config.faults.rerun_mode
     strange = [rank for rank in run.profile_ranks if rank >= world]
     exact = config.precision.deterministic_mode or device != "cuda"
     saves = config.checkpoint.save_interval or config.checkpoint.non_persistent_save_interval
@@ -206,10 +207,16 @@ def unseen_notes(run: RunConfig, done: int) -> Iterator[str]:
 
 def run_notes(config: Config) -> list[str]:
     """Return notes on settings that have no effect, or only a partial one."""
-    run, data, checkpoint = config.run, config.data, config.checkpoint
-    model, parallel, precision = config.model, config.parallel, config.precision
-    samples, batch = run.train_samples or 0, data.global_batch_size or 1
-    hang, limit = run.hang_timeout_secs or 0, 60 * parallel.distributed_timeout_minutes
+    run = config.run
+    data = config.data
+    checkpoint = config.checkpoint
+    model = config.model
+    parallel = config.parallel
+    precision = config.precision
+    samples = run.train_samples or 0
+    batch = data.global_batch_size or 1
+    hang = run.hang_timeout_secs or 0
+    limit = 60 * parallel.distributed_timeout_minutes
     return those_that_hold(
         (
             precision.fp8_format and model.num_experts and precision.fp8_recipe != "rowwise",

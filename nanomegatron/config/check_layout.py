@@ -102,7 +102,8 @@ def _sequences(config: Config) -> Iterator[str]:
     factors = ["2"] * (cut % 2) + [f"{CP} {cp}"] + [f"{TP} {cut}"] * (cut > 1)
     of = TP if cp == 1 else " x ".join(factors) + " ="
     yield from multiple("--seq-length", data.seq_length, of, length_unit(config))
-    packed, several = data.variable_seq_lengths, data.micro_batch_size > 1
+    packed = data.variable_seq_lengths
+    several = data.micro_batch_size > 1
     dropout = config.model.attention_dropout
     most, length = parallel.max_seqlen_per_dp_cp_rank or data.seq_length, data.seq_length
     less = 1 << cp.bit_length() - 1
@@ -204,7 +205,8 @@ def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelC
 
 def _schedule(parallel: ParallelConfig) -> Iterator[str]:
     name, chunks = parallel.schedule, parallel.chunks
-    wanted, size = CHUNKS.get(name, chunks), parallel.microbatch_group_size_per_virtual_pipeline_stage
+    wanted = CHUNKS.get(name, chunks)
+    size = parallel.microbatch_group_size_per_virtual_pipeline_stage
     yield from those_that_hold(
         (
             chunks != wanted,

@@ -47,7 +47,8 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
             layer_pattern(getattr(model, name), model.num_layers)
         except ValueError as error:
             yield f"{flag(name)} {error}"
-    kinds, cap = {*config.parallel.cp_types(model.num_layers)} - {"a2a"}, model.attn_logit_softcapping
+    kinds = {*config.parallel.cp_types(model.num_layers)} - {"a2a"}
+    cap = model.attn_logit_softcapping
     yield from those_that_hold(
         (
             model.window_size[1:] not in ((), (0,)),
@@ -72,7 +73,8 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     if model.num_experts is not None:
         yield from _choice_of_experts(model)
         yield from _balance(model)
-    save, copies = config.checkpoint.save, config.checkpoint.moe_use_upcycling
+    save = config.checkpoint.save
+    copies = config.checkpoint.moe_use_upcycling
     why = "for --moe-use-upcycling, which copies the MLP"
     yield from those_that_hold(
         (
@@ -243,7 +245,8 @@ def data_errors(config: Config) -> Iterator[str]:
             yield f"--data-args-path {path}: {wrong}"
         yield from _blend(f"--data-args-path {path}:", words)
     weights = [_number(word) for word in data.split.split(",")]
-    kind, eod = data.tokenizer_type, data.null_tokenizer_eod_id
+    kind = data.tokenizer_type
+    eod = data.null_tokenizer_eod_id
     null = kind == "NullTokenizer" or (kind is None and data.mock_data)
     yield from those_that_hold(
         (

@@ -191,7 +191,8 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     if "rope" not in hf:
         return {}
     rope = dict(hf["rope"])
-    base, kind = _positive("rope_theta", rope.pop("rope_theta"), float), rope.pop("rope_type")
+    base = _positive("rope_theta", rope.pop("rope_theta"), float)
+    kind = rope.pop("rope_type")
     kinds = FAMILIES[family].get("rope", list(HF_TABLES["rope"]))
     if kind not in kinds:
         raise ValueError(f"rope_type = {kind!r}: here are {', '.join(kinds)}")

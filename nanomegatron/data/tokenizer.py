@@ -160,7 +160,8 @@ def tik_tokenizer(
         given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
         raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
     if path.is_file():
-        sidecar, keys = Path(f"{path}.json"), ("pattern", "special_tokens", "eod")
+        sidecar = Path(f"{path}.json")
+        keys = ("pattern", "special_tokens", "eod")
         settings = read_table(sidecar, keys) if sidecar.is_file() else {}
         return _rank_tokenizer(read_ranks(path), path, **settings)
     if model not in tiktoken.list_encoding_names():
@@ -204,7 +205,8 @@ def _megatron_tokenizer(path: Path, vocab_size: int, pattern: str, special: int 
 def _rank_tokenizer(
     ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
 ) -> TikTokenizer:
-    special_tokens, sidecar = special_tokens or {EOD: max(ranks.values()) + 1}, Path(f"{path}.json")
+    special_tokens = special_tokens or {EOD: max(ranks.values()) + 1}
+    sidecar = Path(f"{path}.json")
     check_ids(sidecar, ranks, special_tokens)
     if not isinstance(eod, str) or eod not in special_tokens:
         raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
@@ -224,7 +226,8 @@ def _rank_tokenizer(
 
 def gpt2_tokenizer(vocab_file: str, merge_file: str) -> TikTokenizer:
     """GPT-2's tokenizer from its two files."""
-    vocab, merges = existing_file(vocab_file, "--vocab-file"), existing_file(merge_file, "--merge-file")
+    vocab = existing_file(vocab_file, "--vocab-file")
+    merges = existing_file(merge_file, "--merge-file")
     alphabet = byte_alphabet()
     try:
         entries = read_table(vocab)

@@ -55,7 +55,8 @@ class Tokenizer:
 
     def put_around(self, prefix_ids: Sequence[int], suffix_ids: Sequence[int]) -> None:
         """Note what `encode` puts around each text; `spec` says whether there is anything."""
-        self.prefix_ids, self.suffix_ids = prefix_ids, suffix_ids
+        self.prefix_ids = prefix_ids
+        self.suffix_ids = suffix_ids
         self.spec.pop("include_special_tokens", None)
         if prefix_ids or suffix_ids:
             self.spec["include_special_tokens"] = True

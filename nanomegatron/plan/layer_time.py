@@ -71,7 +71,9 @@ class LayerTimes:
 
     def _again(self, ops: tuple, mode: CPMode) -> Counter:
         """The time of selective recomputation."""
-        sizes, model, (attention, mlp) = self.sizes, self.sizes.model, (op[0] for op in ops)
+        sizes = self.sizes
+        model = self.sizes.model
+        (attention, mlp) = (op[0] for op in ops)
         parts: Counter = Counter()
         if model.recomputes("core_attn"):
             parts["attention"] = attention["attention"]
@@ -228,7 +230,8 @@ def layer_time(times: LayerTimes, number: int, again: bool) -> StageTime:
 def stage_time(times: LayerTimes, like: tuple[int, ...], columns: int, first: bool, last: bool) -> StageTime:
     """Return the time of a stage. like: of `times`, of its layers; columns: of the logits on a rank."""
     ends = times.ends(columns, first, last)
-    seconds, ops = [op.total() for op in ends], sum(ends, Counter())
+    seconds = [op.total() for op in ends]
+    ops = sum(ends, Counter())
     for run, again in times.sizes.model.segments(len(like)):
         for number, count in Counter(like[i] for i in run).items():
             layer = layer_time(times, number, again)
