@@ -94,8 +94,8 @@ class SelfAttention(nn.Module):
         self.widths = [size * copies // tp.size for size, copies in sizes.values()]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
-            self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
-            self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial=True)
+            self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial_grad=True)
+            self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial_grad=True)
         self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
 
     def forward(

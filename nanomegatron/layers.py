@@ -70,20 +70,21 @@ class BranchDropout:
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim, replicated over `axis`. x `[..., h]` -> `[..., h]`
 
-    partial: the ranks of `axis` normalize different heads or slices of the sequence (gradients are partial).
+    partial_grad: the ranks of `axis` normalize different heads or slices of the sequence, so that each has a
+    part of the gradient.
     """
 
     def __init__(
-        self, config: TransformerConfig, size: int, axis: Axis, init: Init, partial: bool = False
+        self, config: TransformerConfig, size: int, axis: Axis, init: Init, partial_grad: bool = False
     ) -> None:
         super().__init__()
         self.eps = config.norm_epsilon
         self.from_one = config.apply_layernorm_1p
         self.fused = config.persist_layer_norm
-        self.weight = replicated(init.at("weight"), (size,), axis, partial, fill=1 - self.from_one)
+        self.weight = replicated(init.at("weight"), (size,), axis, partial_grad, fill=1 - self.from_one)
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = replicated(init.at("bias"), (size,), axis, partial, fill=0)
+            self.bias = replicated(init.at("bias"), (size,), axis, partial_grad, fill=0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return norm(x, self.weight, self.bias, self.eps, self.from_one, self.fused)

@@ -83,7 +83,7 @@ def norm_at(place: str, config: TransformerConfig, tp: Axis, init: Init) -> nn.M
     """Build a norm before ("pre") or after ("post") attention or an MLP; nn.Identity where there is none."""
     if config.norm_placement not in (place, "both"):
         return nn.Identity()
-    return Norm(config, config.hidden_size, tp, init, partial=config.sequence_parallel)
+    return Norm(config, config.hidden_size, tp, init, partial_grad=config.sequence_parallel)
 
 
 def feed_forward(config: TransformerConfig, layer: int, tp: Axis, init: Init, mesh: Mesh) -> nn.Module:
@@ -183,7 +183,7 @@ class GPTModel(nn.Module):
                 config.hidden_size,
                 tp,
                 decoder.at("final_layernorm"),
-                partial=config.sequence_parallel,
+                partial_grad=config.sequence_parallel,
             )
             if not tied:
                 spec = vocab_spec("output_layer.weight", sizes, config.hidden_size, tp)

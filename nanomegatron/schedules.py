@@ -108,7 +108,7 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     ahead = stages - 1 - rank
     n = max(microbatches, stages)
-    return "F0 ".split() * ahead + "F0 BW0".split() * (n - ahead) + ["BW0"] * ahead
+    return ["F0"] * ahead + ["F0", "BW0"] * (n - ahead) + ["BW0"] * ahead
 
 
 def interleaved(
@@ -148,8 +148,12 @@ def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     ahead = stages - 1 - rank
     n = max(microbatches, stages)
-    order = "F0 " * ahead + "F0 B0 " * rank + "F0 B0 W0 " * (n - stages + 1) + "B0 W0 " * ahead + "W0 " * rank
-    return order.split()
+    warm_up = ["F0"] * ahead
+    deferring = ["F0", "B0"] * rank
+    steady = ["F0", "B0", "W0"] * (n - stages + 1)
+    cool_down = ["B0", "W0"] * ahead
+    deferred = ["W0"] * rank
+    return warm_up + deferring + steady + cool_down + deferred
 
 
 def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
@@ -158,11 +162,15 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
     rank 0  F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a
     rank 1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
     """
-    p = stages
     n = max(microbatches, 2 * stages - 1)
-    start = "F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 B1 W1 " * (p - rank)
-    steady = "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + 1 + rank) + "B0 W0 F1 B1 W1 " * (p - 1 - rank)
-    return (start + steady + "B0 B1 " * rank + "B0 W0 " * (p - rank) + "W1 " * rank + "W0 " * rank).split()
+    left = stages - rank  # ranks from this one to the tip of the V
+    warm_up = ["F0"] * (2 * left - 1)  # until the first microbatch has come back to this rank
+    filling = ["F1", "F0"] * rank + ["F1", "B1", "W1"] * left
+    steady = ["F0", "B0", "W0", "F1", "B1", "W1"] * (n - 2 * stages + 1 + rank)
+    cool_down = ["B0", "W0", "F1", "B1", "W1"] * (left - 1)
+    deferring = ["B0", "B1"] * rank + ["B0", "W0"] * left
+    deferred = ["W1"] * rank + ["W0"] * rank
+    return warm_up + filling + steady + cool_down + deferring + deferred
 
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")

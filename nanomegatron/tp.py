@@ -261,18 +261,27 @@ class EmbeddingFunction(torch.autograd.Function):
     """Look up ids `[b, s]` in the local table `[V/tp, h]`, zeros for ids of other ranks -> `[s, b, h]`
 
     The rank that has an id adds its position embedding, too, so the sum over tp only adds zeros: positions
-    `[n, h]`, at position_ids `[s]` or `[b, s]`. stream: the axis over which the sequence is sharded; each of
-    its ranks computes the gradient of positions for its slice.
+    `[n, h]`, at position_ids `[s]` or `[b, s]`. sequence_axis: that over which the sequence is sharded; each
+    of its ranks computes the gradient of positions for its slice.
     """
 
     @staticmethod
-    def forward(ctx, ids, table, first, scale, positions, position_ids, stream):
+    def forward(
+        ctx,
+        ids: torch.Tensor,
+        table: torch.Tensor,
+        first: int,
+        scale: float,
+        positions: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        sequence_axis: Axis,
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids, position_ids)
         ctx.table = table
         ctx.positions = positions
         ctx.first = first
         ctx.scale = scale
-        ctx.stream = stream
+        ctx.sequence_axis = sequence_axis
         return lookup(ids, table, first, scale, positions, position_ids)
 
     @staticmethod
@@ -280,13 +289,13 @@ class EmbeddingFunction(torch.autograd.Function):
         ids, position_ids = ctx.saved_tensors
         first = ctx.first
         scale = ctx.scale
-        stream = ctx.stream
+        axis = ctx.sequence_axis
 
         def write_words(out: torch.Tensor, beta: int) -> None:
             add_word_grad_(out, ids, grad if scale == 1 else grad * scale, first, beta)
 
         def write_positions(out: torch.Tensor, beta: int) -> None:
-            add_position_grad_(out, own_slice(position_ids.t(), stream).t(), own_slice(grad, stream), beta)
+            add_position_grad_(out, own_slice(position_ids.t(), axis).t(), own_slice(grad, axis), beta)
 
         words = accumulate(ctx.table, write_words)
         others = accumulate(ctx.positions, write_positions)
