@@ -75,7 +75,7 @@ def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch
     rows, dispatched = layer.dispatcher.dispatch(tokens, probs, ids)
     rows = layer.experts(rows, dispatched.routing.offsets, dispatched.ends)
     y = layer.dispatcher.combine(rows, dispatched).view_as(x)
-    return y if layer.shared_experts is None else y + layer.shared(x)
+    return y if layer.shared_experts is None else y + layer.apply_shared_experts(x)
 
 
 class MoELayer(nn.Module):
@@ -112,14 +112,13 @@ class MoELayer(nn.Module):
         self.recompute_shared = config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        run = partial(self.run, self, batch=batch)
-        return recomputed(run, x, when=self.recompute)
+        return recomputed(partial(self.run, self, batch=batch), x, when=self.recompute)
 
-    def shared(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the shared experts to every token. x `[s, b, h]` -> `[s, b, h]`"""
-        return recomputed(self._shared, x, when=self.recompute_shared)
+        return recomputed(self._gated_shared_experts, x, when=self.recompute_shared)
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+    def _gated_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         y = self.shared_experts(x)
         if self.gate_weight is None:
             return y
@@ -128,18 +127,18 @@ class MoELayer(nn.Module):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Where a `dispatch` has put the copies, for the experts and for its `combine`."""
+    """Which row of the experts is which token's, for the experts and for `combine` (allgather: all of it)."""
 
-    routing: Routing  # of the n tokens at hand to the rows of this rank's experts
+    routing: Routing  # of the n tokens that arrived to the rows of this rank's experts
     ends: list[int] | None  # the experts' offsets on the host; None: it has not asked for them
-    probs: torch.Tensor  # fp32 [n, k]
+    probs: torch.Tensor  # of the tokens that arrived, fp32 [n, k]
 
 
 @dataclass(frozen=True)
 class Exchanged(Dispatched):
-    """How the tokens at hand came: by an all-to-all over ep, then over etp."""
+    """alltoall: also how the tokens were sent, over ep, then over etp; `combine` sends their sums back."""
 
-    to_ranks: Routing  # of this rank's tokens to the rows that it sent
+    to_ranks: Routing  # of this rank's tokens to the rows that it sent over ep
     ep_sent: list[int]  # rows for each ep rank
     ep_received: list[int]  # rows from each ep rank
     etp_sent: list[int]  # rows for each etp rank: all that were received over ep
@@ -158,7 +157,8 @@ class TokenDispatch:
         self.config = experts.config
         self.mesh = experts.mesh
         self.experts = experts
-        self.local = self.config.num_experts // self.mesh.ep.size
+        self.local_experts = self.config.num_experts // self.mesh.ep.size
+        self.first_expert = self.mesh.ep.rank * self.local_experts
         self.permute = partial(permute, fused=self.config.moe_permute_fusion)
         self.unpermute = partial(unpermute, fused=self.config.moe_permute_fusion)
 
@@ -167,19 +167,19 @@ class TokenDispatch:
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
     def route(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Sort the copies of all tokens at hand by expert of this rank. ids `[n, k]`"""
-        rows = None if capacity is None else capacity * self.mesh.etp_ep.size
-        return route(ids - self.mesh.ep.rank * self.local, self.local, self.experts.multiple, rows)
+        """Sort the copies of all tokens that arrived by expert of this rank. ids `[n, k]`"""
+        fixed_rows = None if capacity is None else capacity * self.mesh.etp_ep.size
+        return route(ids - self.first_expert, self.local_experts, self.experts.multiple, fixed_rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
         """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`
 
         capacity: rows per expert; each rank then gets a fixed number of rows, padded. None: the ids decide.
         """
-        owner = ids.div(self.local, rounding_mode="floor")
+        owner = ids.div(self.local_experts, rounding_mode="floor")
         repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
-        most = None if capacity is None else min(capacity * self.local, len(ids))
-        return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, most)
+        fixed_rows = None if capacity is None else min(capacity * self.local_experts, len(ids))
+        return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, fixed_rows)
 
     def pack_choices(self, probs: torch.Tensor, ids: torch.Tensor, to_ranks: Routing) -> torch.Tensor:
         """Join probs and the bits of ids + 1 in order of ranks, for one exchange; zeros, as in padding: none.
@@ -251,12 +251,12 @@ class AllToAllDispatch(TokenDispatch):
             choices = all_to_all(choices.repeat(etp.size, 1), etp, etp_sent, etp_received)
 
         # copies in order of experts
-        probs, ids = unpack_choices(choices)
-        routing, ends = self.route(ids, capacity).cut_to_size()
+        received_probs, received_ids = unpack_choices(choices)
+        routing, ends = self.route(received_ids, capacity).cut_to_size()
         dispatched = Exchanged(
             routing,
             ends,
-            probs,
+            received_probs,
             to_ranks,
             ep_sent=ep_sent,
             ep_received=ep_received,
@@ -286,9 +286,9 @@ def accumulate_outer(
     def write(out: torch.Tensor, beta: int) -> None:
         if beta == 0:
             out.zero_()  # the experts without rows
-        each = out.view(groups.experts, -1, b.shape[1])
+        grads = out.view(groups.experts, -1, b.shape[1])
         for i, begin, end in groups.spans:
-            add_product(each[i], a[begin:end], b[begin:end])
+            add_product(grads[i], a[begin:end], b[begin:end])
 
     return accumulate(weight, write)
 
@@ -372,24 +372,26 @@ class GroupedExperts(nn.Module):
         h = config.hidden_size
         f = config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
-            sizes = f"ep {ep.size}, etp {etp.size}"
-            raise ValueError(f"{config.num_experts} experts of {f} features must be multiples of {sizes}")
+            raise ValueError(
+                f"{config.num_experts} experts of {f} features must be multiples of "
+                f"ep {ep.size}, etp {etp.size}"
+            )
         self.config = config
         self.mesh = mesh
         self.name = init.name
         self.act = activation
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
-        inner = ("linear_fc1.gate", "linear_fc1.up") if config.gated else ("linear_fc1",)
-        fc1 = [f"{expert}.{layer}" for expert in experts for layer in inner]
+        fc1_parts = ("linear_fc1.gate", "linear_fc1.up") if config.gated else ("linear_fc1",)
+        fc1 = [f"{expert}.{layer}" for expert in experts for layer in fc1_parts]
         fc2 = [f"{expert}.linear_fc2" for expert in experts]
 
         def spec(layers: list[str], kind: str, *rest: int) -> ParamSpec:
             return stacked([shard(f"{layer}.{kind}", (f, *rest), 0, etp) for layer in layers], expert=True)
 
-        last = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
+        fc2_init = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
         self.weight1 = new_parameter(spec(fc1, "weight", h), init)
-        self.weight2 = new_parameter(spec(fc2, "weight_t", h), last)
+        self.weight2 = new_parameter(spec(fc2, "weight_t", h), fc2_init)
         self.bias1 = self.bias2 = None
         if not config.disable_bias_linear:
             self.bias1 = new_parameter(spec(fc1, "bias"), init, fill=0.0)

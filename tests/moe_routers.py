@@ -75,7 +75,7 @@ def dispatch(x, probs, ids, experts, kind, run=route_and_combine, shared=None, p
     alltoall = kind == "alltoall" and experts.mesh.etp_ep.size > 1
     layer = SimpleNamespace(router=FixedRouter(probs, ids, pause), experts=experts, shared_experts=shared)
     layer.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(experts)
-    layer.shared = shared
+    layer.apply_shared_experts = shared
     return run(layer, x[:, None], None)[:, 0]
 
 

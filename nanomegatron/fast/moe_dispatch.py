@@ -88,12 +88,12 @@ class OverlappedMoe:
         probs = layer.router.balance(output, batch)
 
         if layer.shared_experts is not None and not late:
-            y_shared = layer.shared(x)
+            y_shared = layer.apply_shared_experts(x)
         arriving = [
             way.start_dispatch(part) for way, part in zip(ways, split_rows(probs, parts), strict=True)
         ]
         if layer.shared_experts is not None and late:
-            y_shared = layer.shared(x)
+            y_shared = layer.apply_shared_experts(x)
 
         leaving = []
         for way in ways:
@@ -164,7 +164,7 @@ class AllGatherInPieces(TokenDispatch):
             axis, capacity = way.mesh.etp_ep, way.capacity(len(part))
             way.routing = way.route(all_gather(part, axis), capacity)
             if capacity is not None:
-                way.ends = partial(padded_ends, way.routing, way.local)
+                way.ends = partial(padded_ends, way.routing, way.local_experts)
             else:
                 way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
 
@@ -241,8 +241,8 @@ class AsyncAllToAll(TokenDispatch):
         """Rows sent to each ep rank, received from each of etp x ep, and experts' offsets; waits for them."""
         ep, ranks = self.mesh.ep.size, self.mesh.etp_ep.size
         if self.rows_each is not None:
-            each = len(self.to_ranks.source) // ep
-            return [each] * ep, [each] * ranks, None
+            rows = len(self.to_ranks.source) // ep
+            return [rows] * ep, [rows] * ranks, None
         row = self.numbers()
         return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
 
@@ -270,17 +270,18 @@ class AsyncAllToAll(TokenDispatch):
             rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
         self.probs, ids = unpack_choices(choices)
         routing = self.route(ids, self.rows_each)
-        ends = padded_ends(routing, self.local) if ends is None else ends
+        ends = padded_ends(routing, self.local_experts) if ends is None else ends
         self.routing = cut_to(routing, ends)
         return self.permute(rows, self.routing), routing.offsets, ends
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
         """Start to send rows `[r, h]` back -> a function that returns what `TokenDispatch.combine` does."""
-        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
+        (ep_sent, ep_received), (etp_sent, etp_received) = self.over_ep, self.over_etp
         y = self.unpermute(rows, self.routing, self.probs)
+        etp = self.mesh.etp
         if etp.size > 1:
-            y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
-        arrive = start_exchange(y, self.mesh.ep, received, sent, recompute)
+            y = all_to_all(y, etp, etp_received, etp_sent).view(etp.size, etp_sent[0], y.shape[1]).sum(0)
+        arrive = start_exchange(y, self.mesh.ep, ep_received, ep_sent, recompute)
         return lambda: self.unpermute(arrive(), self.to_ranks)
 
 
