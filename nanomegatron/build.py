@@ -206,7 +206,7 @@ class Paths:
 
     layers: Callable = run_layers  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
-    fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
+    fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project

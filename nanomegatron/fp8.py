@@ -9,16 +9,18 @@ as it is ("rowwise"), transposed ("columnwise"), or both:
     y  [t, o] = x.rowwise W.rowwise^T                  dx [t, i] = g.rowwise W.columnwise^T
     dW [o, i] = g.columnwise x.columnwise^T
 
-x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. The
-way of a tensor in the simplest recipe, tensorwise (`Tensorwise.cast`):
+x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. One
+tensor's way, in the plainest recipe, in the order of this file:
 
-    amax = the largest |x|, over tp where x is split    tensor_amax
-    scale = limit / amax                                fp8_scale; limit: the format's largest / 2^margin
-    q = fp8(x * scale), and 1 / scale                   cast_to_amax -> Quantized: both copies
-    y = q_x q_W^T / (scale_x scale_W)                   fp8_matmul
+    Fp8LayerState.cast                                  x, "x", which copies, over which ranks x is split
+        Tensorwise.cast
+            amax = the largest |x|, max over the ranks  tensor_amax
+            scale = limit / amax                        fp8_scale; limit: the format's largest / 2^margin
+            q = fp8(x * scale), and 1 / scale           cast_to_amax -> Quantized: the copies
+    y = q_x q_W^T / (scale_x scale_W)                   fp8_linear.py
 
-The others differ in what has a scale, and from which amax (the recipe named rowwise scales rows; a rowwise
-copy is what each recipe makes):
+The other recipes differ in what has a scale, and from which amax (a recipe's scales and a tensor's copies are
+two things: `--fp8-recipe rowwise`, the class RowScaled, makes rowwise and columnwise copies, as all do):
 
     recipe      a scale for each   amax                      agreed over     when            W is cast
     delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
@@ -108,7 +110,7 @@ def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 def cast_to_amax(recipe: "Recipe", x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
     """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
     scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
-    output = Fp8Output(recipe.dtype(role), scale, None, copies)
+    output = Fp8Output(recipe.dtype(role), scale, outputs=copies)
     return Quantized.with_scale(output.cast(x), inverse)
 
 
@@ -145,9 +147,9 @@ class Recipe:
         return fp8_limit(self.dtype(role), self.margin)
 
     def cast(
-        self, layer: "Fp8Linear", x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+        self, layer: "Fp8LayerState", x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
-        """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8Linear.cast`."""
+        """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8LayerState.cast`."""
         raise NotImplementedError
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
@@ -177,7 +179,7 @@ class Delayed(Recipe):
     def cast(self, layer, x, role, copies, axis, record) -> Quantized:
         """Use the scale of earlier steps, and record the amax for later ones."""
         if layer.has_scale:
-            output, inverse = layer.known_scale(role, copies, record)
+            output, inverse = layer.scaled_output(role, copies, record)
             return Quantized.with_scale(output.cast(x), inverse)
         amax = tensor_amax(x, axis)
         if record:
@@ -194,8 +196,8 @@ class Delayed(Recipe):
         scales.no_history_yet = False
 
 
-class Rowwise(Recipe):
-    """A scale for each row of each copy, a power of two; nothing is agreed."""
+class RowScaled(Recipe):
+    """--fp8-recipe rowwise: a scale for each row of each copy, a power of two; nothing is agreed."""
 
     one_scale = False
     power_of_two = True
@@ -233,7 +235,7 @@ class Blockwise(Recipe):
         return fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
 
 
-RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
+RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": RowScaled, "blockwise": Blockwise}
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe:
@@ -259,14 +261,14 @@ class Scales:
     def __init__(self, recipe: Recipe, device: torch.device, axes: Sequence[Axis] = ()) -> None:
         self.recipe = recipe
         self.axes = tuple(axes)
-        self.layers: dict[str, Fp8Linear] = {}
+        self.layers: dict[str, Fp8LayerState] = {}
         self.no_history_yet = True  # delayed: no step has ended
         self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
         self.inverses = torch.ones(0, INVERSE_STRIDE, device=device)
 
-    def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
+    def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8LayerState":
         """Add a layer and return its state. Raises ValueError if the model has a layer of this name already.
 
         gradient: the format of its gradients, if not the recipe's.
@@ -279,7 +281,7 @@ class Scales:
         self.limits = torch.cat((self.limits, limits))
         self.scale = torch.cat((self.scale, torch.ones_like(limits)))
         self.inverses = torch.cat((self.inverses, self.inverses.new_ones(len(ROLES), INVERSE_STRIDE)))
-        self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers), recipe)
+        self.layers[name] = Fp8LayerState(name, self, len(ROLES) * len(self.layers), recipe)
         return self.layers[name]
 
     def end_step(self) -> None:
@@ -303,7 +305,7 @@ class Scales:
         self.inverses.copy_((1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE))
 
 
-class Fp8Linear:
+class Fp8LayerState:
     """The FP8 state of one linear layer, and its casts; `Scales.add_layer` makes it."""
 
     def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
@@ -338,8 +340,22 @@ class Fp8Linear:
         self.record_stats(role, lambda: x, quantized, record)
         return quantized
 
-    def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
-        """For a kernel that writes x, w or g in FP8 itself -> its Fp8Output, and the scale's inverse `[]`"""
+    def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
+        """Return both copies of the local param `[o, i]`, cast at first use in a step; axis shards it.
+
+        Raises RuntimeError if the weight is freed and its cast was discarded.
+        """
+        if self.cached_weight is None and self.optimizer_cast is not None:  # fast/fp8_gather.py
+            columnwise = self.recipe.transposed(self.optimizer_cast, "w")
+            self.cached_weight = Quantized(self.optimizer_cast, columnwise)
+        if self.cached_weight is None:
+            if not any(param.stride()):  # it was freed: fast/fp8_gather.py
+                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
+            self.cached_weight = self.cast(param, "w", "both", axis)
+        return self.cached_weight
+
+    def scaled_output(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
+        """How to write x, w or g with its known scale -> Fp8Output, and the scale's inverse `[]`"""
         slot = self.slot(role)
         scales = self.scales
         amax = scales.history[0, slot] if record else None
@@ -352,18 +368,3 @@ class Fp8Linear:
         """Count a cast of x `[m, k]` in the statistics (report/counters.py), in steps that log them."""
         if self.scales.stats_hook and record and quantized.rowwise is not None:
             self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
-
-    def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
-        """Return both copies of the local param `[o, i]`, cast at first use in a step; axis shards it.
-
-        Raises RuntimeError if the weight is freed and its cast was discarded.
-        """
-        if self.cached_weight is None:
-            if self.optimizer_cast is not None:
-                columnwise = self.recipe.transposed(self.optimizer_cast, "w")
-                self.cached_weight = Quantized(self.optimizer_cast, columnwise)
-            elif any(param.stride()):
-                self.cached_weight = self.cast(param, "w", "both", axis)
-            else:  # it was freed: fast/fp8_gather.py
-                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
-        return self.cached_weight

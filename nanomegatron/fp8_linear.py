@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, all_gather, all_reduce_, start_all_gather, start_reduce_scatter
-from nanomegatron.fp8 import Fp8Linear, Quantized
+from nanomegatron.fp8 import Fp8LayerState, Quantized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import add_bias
 from nanomegatron.ops.fp8_cast import Fp8Matrix
@@ -93,7 +93,7 @@ def accepts_fp8(linear: nn.Module) -> bool:
     return linear.fp8 is not None and linear.fp8.recipe.wgrad
 
 
-def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
+def use_fp8(layer: nn.Module, fp8: Fp8LayerState) -> None:
     """Make a linear layer of tp.py multiply in FP8."""
     layer.linear = partial(fp8_linear, fp8)
     layer.fp8 = fp8
@@ -103,7 +103,7 @@ def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
 
 
 def fp8_linear(
-    fp8: Fp8Linear,
+    fp8: Fp8LayerState,
     x: torch.Tensor | Fp8Input,
     weight: torch.Tensor,
     axis: Axis,
@@ -134,7 +134,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         axis: Axis,
         comm: str,
-        fp8: Fp8Linear,
+        fp8: Fp8LayerState,
         copies: Quantized | None,
         grad_copies: list[Quantized] | None,
         trains: bool,
@@ -204,18 +204,18 @@ class Fp8LinearFunction(torch.autograd.Function):
         return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
 
 
-def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
+def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
     """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
     sharded_over = None if comm == "copy" else axis
     return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), sharded_over, trains)
 
 
-def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
+def input_copies(fp8: Fp8LayerState, comm: str, trains: bool) -> str:
     """Return which copies of x a layer needs: columnwise too for dW, unless its backward gathers x."""
     return "both" if trains and fp8.recipe.wgrad and comm != "gather" else "rowwise"
 
 
-def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
+def cast_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
     """Cast grad `[..., o]` to the copies that the backward needs; with "scatter" to those to be gathered."""
     copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
     return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)

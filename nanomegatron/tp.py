@@ -152,7 +152,7 @@ class ColumnParallelLinear(nn.Module):
     sharded over tp/2 groups of 2 neighbouring ranks, which hold the same slice. With `sequence_parallel` x
     is `[s/tp, b, i]` and gathered; `skip_bias_add` returns (y, bias) instead of their sum. linear: the
     function (x, weight, axis, comm, bias) -> y, with the communication of `LinearFunction`; fp8: its
-    `fp8.Fp8Linear`, if any. `fp8_linear.use_fp8` sets both.
+    `fp8.Fp8LayerState`, if any. `fp8_linear.use_fp8` sets both.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)

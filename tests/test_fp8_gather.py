@@ -14,7 +14,7 @@ from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import GatheredParams, ParamAndGradBuckets
 from nanomegatron.fast import fp8_gather
 from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts, casts_weights
-from nanomegatron.fp8 import RECIPES, Rowwise, Scales, recipe_of
+from nanomegatron.fp8 import RECIPES, RowScaled, Scales, recipe_of
 from nanomegatron.mesh import World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
@@ -242,7 +242,7 @@ def test_a_rehearsal_leaves_no_trace():
     optimizer.cast_weights()
     assert scales.history[0, 1::3].all() and all(layer.optimizer_cast for layer in scales.layers.values())
     with pytest.raises(ValueError, match="gather=True"):
-        Rowwise(gather=True)
+        RowScaled(gather=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
-from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Quantized, Rowwise, Scales
+from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8LayerState, Quantized, RowScaled, Scales
 from nanomegatron.fp8_linear import Fp8Input, cast_input
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
@@ -27,7 +27,7 @@ from nanomegatron.param import accumulate
 
 def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
     """Make the experts multiply in FP8, if the recipe is rowwise."""
-    if not isinstance(scales.recipe, Rowwise):
+    if not isinstance(scales.recipe, RowScaled):
         return
     first, second = (
         scales.add_layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")
@@ -38,8 +38,8 @@ def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
 
 
 def fp8_expert_linear(
-    first: Fp8Linear,
-    second: Fp8Linear,
+    first: Fp8LayerState,
+    second: Fp8LayerState,
     x: torch.Tensor | Fp8Input,
     weight: nn.Parameter,
     groups: Groups,
@@ -58,7 +58,7 @@ def fp8_expert_linear(
     return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, copies, trains)
 
 
-def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -> Fp8Input:
+def quantizing_expert_act(second: Fp8LayerState, act: Activation, x: torch.Tensor) -> Fp8Input:
     """A `GroupedExperts.act` whose result only the second layer reads, in FP8.
 
     x `[r, f]` or `[r, 2*f]` (gated) -> `[r, f]`
@@ -100,9 +100,11 @@ def accumulate_fp8_outer(
     def write(out: torch.Tensor, beta: int) -> None:
         if beta == 0:
             out.zero_()  # the experts without rows
-        each = out.view(groups.experts, len(a.data), -1)
+        grads = out.view(groups.experts, len(a.data), -1)
         for i, begin, end in groups.spans:
-            each[i].add_(fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype))
+            grads[i].add_(
+                fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype)
+            )
 
     return accumulate(weight, write)
 
@@ -120,7 +122,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         weight: nn.Parameter,
         groups: Groups,
         transposed: bool,
-        fp8: Fp8Linear,
+        fp8: Fp8LayerState,
         copies: Quantized | None,
         trains: bool,
     ) -> torch.Tensor:
@@ -143,7 +145,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         return dx, outer(weight, a, b, groups), *[None] * 5
 
 
-def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:
+def fp8_parts(fp8: Fp8LayerState, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:
     """The weight `[e*o, i]` for `grouped_fp8_mm`, `[e, o, i]`; or, transposed, as `[e, i, o]`."""
     experts, (rowwise, columnwise) = groups.experts, fp8.weight(weight)
     if not transposed:

@@ -1,4 +1,4 @@
-"""Same result as `fp8.Fp8Linear.weight`, to the bit: FP8 weights cast by the optimizer, gathered as bytes.
+"""Same result as `fp8.Fp8LayerState.weight`, to the bit: FP8 weights cast by the optimizer, sent as bytes.
 
 The plain form casts the gathered bf16 weights at first use. Here AdamW's kernel writes the FP8 copy in its
 own pass over the main weights; a sharded optimizer gathers one byte per weight, not two (--fp8-param-gather);

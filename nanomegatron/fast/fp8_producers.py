@@ -32,7 +32,7 @@ from torch import nn
 from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.fast.discard_output import discard
 from nanomegatron.fast.fused_layer import Branch, fused_norm
-from nanomegatron.fp8 import Fp8Linear, Quantized
+from nanomegatron.fp8 import Fp8LayerState, Quantized
 from nanomegatron.fp8_linear import Fp8Input, accepts_fp8, cast_input, input_copies
 from nanomegatron.layers import MLP, Norm, OutputLayer, run_mlp
 from nanomegatron.mesh import Axis
@@ -168,7 +168,7 @@ class CastFp8Function(torch.autograd.Function):
     """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`, the copies of `cast_input`"""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, axis: Axis | None, comm: str, trains: bool):
+    def forward(ctx, x: torch.Tensor, fp8: Fp8LayerState, axis: Axis | None, comm: str, trains: bool):
         return fp8_placeholder(x, x.shape), cast_input(fp8, x, axis, comm, trains)
 
     @staticmethod
@@ -185,9 +185,18 @@ class NormFp8Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, residual, weight, bias, eps: float, from_one: bool, fp8: Fp8Linear, copies: str, trains: bool
+        ctx,
+        x,
+        residual,
+        weight,
+        bias,
+        eps: float,
+        from_one: bool,
+        fp8: Fp8LayerState,
+        copies: str,
+        trains: bool,
     ):
-        output, inverse = fp8.known_scale("x", copies, trains)
+        output, inverse = fp8.scaled_output("x", copies, trains)
         made = norm_fp8(x, residual, weight, bias, eps, from_one, output)
         x = x if residual is None else made.total
         casts = Quantized.with_scale((made.rowwise, made.columnwise), inverse)
@@ -213,8 +222,10 @@ class GatedFp8Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool, grad_copies: list):
-        output, inverse = after.known_scale("x", copies, trains)
+    def forward(
+        ctx, x, before: Fp8LayerState, after: Fp8LayerState, copies: str, trains: bool, grad_copies: list
+    ):
+        output, inverse = after.scaled_output("x", copies, trains)
         casts = Quantized.with_scale(gated_fp8(x, SILU, output), inverse)
         after.record_stats("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
@@ -226,7 +237,7 @@ class GatedFp8Function(torch.autograd.Function):
     @once
     def backward(ctx, grad, _):
         (x,), before = ctx.saved_tensors, ctx.before
-        output, inverse = before.known_scale("g", "both")
+        output, inverse = before.scaled_output("g", "both")
         casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), inverse)
         before.record_stats("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
         ctx.grad_copies.append(casts)
@@ -245,13 +256,13 @@ class BiasActFp8Function(torch.autograd.Function):
         x,
         bias,
         act: int,
-        before: Fp8Linear,
-        after: Fp8Linear,
+        before: Fp8LayerState,
+        after: Fp8LayerState,
         copies: str,
         trains: bool,
         grad_copies: list,
     ):
-        output, inverse = after.known_scale("x", copies, trains)
+        output, inverse = after.scaled_output("x", copies, trains)
         casts = Quantized.with_scale(bias_act_fp8(x, bias, act, output), inverse)
         after.record_stats("x", lambda: bias_act_ref(x, bias, act=act).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
@@ -264,7 +275,7 @@ class BiasActFp8Function(torch.autograd.Function):
     @once
     def backward(ctx, grad, _):
         (x,), bias = ctx.saved_tensors, ctx.bias
-        output, inverse = ctx.before.known_scale("g", "both")
+        output, inverse = ctx.before.scaled_output("g", "both")
 
         def write(out: torch.Tensor | None, beta: int) -> None:
             pair = bias_act_backward_fp8(grad, x, bias, ctx.act, output, out, beta)
@@ -283,7 +294,7 @@ class CrossEntropyFp8Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8Linear, grad_copies: list):
+    def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8LayerState, grad_copies: list):
         first, real = vocab_range(logits.shape[-1], tp, vocab_size)
         rows, own = logits.flatten(0, 1), labels.t().flatten() - first
         lse, target = combine_lse(*cross_entropy_stats(rows[:, :real], own), tp)
@@ -297,7 +308,7 @@ class CrossEntropyFp8Function(torch.autograd.Function):
     def backward(ctx, grad):
         (logits, own, lse), head = ctx.saved_tensors, ctx.head
         given = logits.flatten(0, 1), own, lse, grad.t().flatten(), ctx.real
-        output, inverse = head.known_scale("g", "both")
+        output, inverse = head.scaled_output("g", "both")
         casts = Quantized.with_scale(cross_entropy_grad_fp8(*given, output), inverse)
         head.record_stats("g", lambda: logits_grad_ref(*given), casts)
         ctx.grad_copies.append(casts)

@@ -17,7 +17,7 @@ from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.faults.launch import launch
-from nanomegatron.fp8 import Rowwise, Scales
+from nanomegatron.fp8 import RowScaled, Scales
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm
@@ -146,7 +146,7 @@ def test_fp8_is_what_its_casts_give(sizes, wgrad, monkeypatch):
 
     Rounding to bf16 between the two layers makes some casts another value of 3 bits.
     """
-    recipe = Rowwise(wgrad=wgrad)
+    recipe = RowScaled(wgrad=wgrad)
     with monkeypatch.context() as patch:
         patch.setattr(fp8_experts, "fp8_matmul", decoded)
         expected = of_fp8(GPU, recipe, sizes, False, False)
@@ -165,7 +165,7 @@ def test_fp8_behind_dispatchers_never_waits(alone, kind, form):
     args = x, probs, ids.where(ids > 2, ids % 2), grad
     buckets.zero_grad_buffer(3)
     expected = run(experts, form, kind, *args)
-    quantize_experts(experts, Scales(Rowwise(), GPU))
+    quantize_experts(experts, Scales(RowScaled(), GPU))
     run(experts, form, kind, *args)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
