@@ -10,17 +10,21 @@ Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
     dy --- cast ---> g rowwise [t, o] --------------'                            dx = dy W
        `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
 
-What is gathered is cast before, rowwise, and transposed behind (`Recipe.transposed`): half of bf16's bytes.
+By the communication of the layer (`comm`), with bytes a value, where x and y are in 16 bits:
 
-    comm         copies of x    saved            forward                  backward
-    "copy"       both           x columnwise     -                        all-reduce dx
-    "gather"     rowwise        x rowwise        gather x rowwise         gather x rowwise, reduce-scatter dx
-    "sum"        both           x columnwise     all-reduce y             -
-    "scatter"    both           x columnwise     reduce-scatter y         gather g rowwise
+    comm       layer               x is cast    saved            forward              backward
+    "copy"     column              both ways    x columnwise 1   -                    all-reduce dx 2
+    "gather"   column, s sharded   rowwise      x rowwise 1      gather x rowwise 1   gather x rowwise 1,
+                                                                                      reduce-scatter dx 2
+    "sum"      row                 both ways    x columnwise 1   all-reduce y 2       -
+    "scatter"  row, s sharded      both ways    x columnwise 1   reduce-scatter y 2   gather g rowwise 1
 
-Without FP8 weight gradients x is saved in 16 bits, and rowwise is all that is cast. A tensor with one scale
-has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe agrees on it, and when).
-With scales of rows, dW is rounded to bf16 on a GPU before it is added.
+What is gathered is transposed behind (`Recipe.transposed`), so that one copy travels: "gather" saves this
+rank's rows, and with "scatter" g is cast rowwise only, else both ways. Without FP8 weight gradients x is
+saved and dW is multiplied in 16 bits, gathers included, and rowwise is all that is cast.
+
+A tensor with one scale has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe
+agrees on it, and when). With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
 
 from collections.abc import Callable
@@ -114,9 +118,9 @@ def fp8_linear(
 
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
-    x = x if isinstance(x, Fp8Input) else Fp8Input(x)
+    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
     y = Fp8LinearFunction.apply(
-        x.x, weight, axis, comm, fp8, x.copies, x.grad_copies, torch.is_grad_enabled()
+        given.x, weight, axis, comm, fp8, given.copies, given.grad_copies, torch.is_grad_enabled()
     )
     return add_bias(y, bias, accumulate)
 
@@ -141,6 +145,12 @@ class Fp8LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         if copies is None:
             copies = cast_input(fp8, x, axis, comm, trains)
+        w = fp8.weight(weight, axis).rowwise
+
+        saved = (x,)
+        if fp8.recipe.wgrad:
+            saved = copies.saved_form()
+        ctx.save_for_backward(*saved)
         ctx.weight = weight
         ctx.axis = axis
         ctx.comm = comm
@@ -148,19 +158,15 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.grad_copies = grad_copies
         ctx.shape = x.shape
         ctx.dtype = x.dtype
-        saved = (x,)
-        if fp8.recipe.wgrad:
-            saved = copies.saved_form()
-        ctx.save_for_backward(*saved)
-        w = fp8.weight(weight, axis).rowwise
+
         if comm == "gather":
             y, _ = fp8.matmuls.gather_matmul(copies.rowwise, w, axis, x.dtype, fast=True)
         elif comm == "scatter":
             y = fp8.matmuls.matmul_scatter(copies.rowwise, w, axis, x.dtype, fast=True).wait()
+        elif comm == "sum":
+            y = all_reduce_(fp8_matmul(copies.rowwise, w, x.dtype, fast=True), axis)
         else:
             y = fp8_matmul(copies.rowwise, w, x.dtype, fast=True)
-        if comm == "sum":
-            y = all_reduce_(y, axis)
         return y.view((-1, *x.shape[1:-1], len(weight)))
 
     @staticmethod
@@ -170,30 +176,34 @@ class Fp8LinearFunction(torch.autograd.Function):
         comm = ctx.comm
         fp8 = ctx.fp8
         saved = ctx.saved_tensors
+
+        # g in FP8, if what read y has not cast it already, and W
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
-        g_columnwise = g.columnwise
         w = fp8.weight(weight, axis).columnwise
 
+        # dx = g W, its communication started; what dW needs of other ranks travels beside
+        g_columnwise = g.columnwise
         x_gather = None
-        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
-            x_gather = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
-
         if comm == "gather":
+            if fp8.recipe.wgrad and not is_deferred(weight):
+                x_gather = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
             dx = fp8.matmuls.matmul_scatter(g.rowwise, w, axis, ctx.dtype)
         elif comm == "scatter":
-            product, whole_g = fp8.matmuls.gather_matmul(g.rowwise, w, axis, ctx.dtype)
+            product, g_gathered = fp8.matmuls.gather_matmul(g.rowwise, w, axis, ctx.dtype)
             dx = Pending(product)
             if fp8.recipe.wgrad:
-                g_columnwise = fp8.recipe.transposed(whole_g, "g")
+                g_columnwise = fp8.recipe.transposed(g_gathered, "g")
         else:
             dx = start_input_grad_sum(fp8_matmul(g.rowwise, w, ctx.dtype), axis, comm)
 
+        # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            x = Fp8Matrix(*saved)
             if comm == "gather":
-                wait = x_gather or fp8.matmuls.start_gather(x, axis)
-                x = fp8.recipe.transposed(wait(), "x")
-            write_weight_grad(out, beta, g_columnwise, x)
+                wait = x_gather or fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
+                x_columnwise = fp8.recipe.transposed(wait(), "x")
+            else:
+                x_columnwise = Fp8Matrix(*saved)
+            write_weight_grad(out, beta, g_columnwise, x_columnwise)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
             x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
