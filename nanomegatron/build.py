@@ -2,17 +2,18 @@
 
 Tests: tests/test_layouts.py. Page: docs/architecture.md.
 
-    config, mesh -> ModelChunks of GPTModels, variants and FP8 layers among them     build
-    config, mesh -> Paths, the fast paths                                            paths_for
-    model, Paths -> model with these paths, before its parameters go into buckets    install
-    model, Paths -> ParamAndGradBuckets, Optimizer                                   build_optimizer
-    config, Paths -> what runs forwards and backwards                                build_executor
-    config -> what cuts batches over cp                                              batch_sharding
+    the model       build         GPTModel = embedding, layers, output layer (`model.py`): of a pipeline each
+                                  rank has some stages of it
+    FP8             quantize      the linear layers that multiply in FP8
+    variants        pick_...      what a flag of the model or the data asks for and the core has not: another
+                                  result, one function each for attention, router, output layer
+    fast paths      fast_paths    the same result, faster: one row for each slot of `Paths`
+                    install       sets them on the model, before its parameters go into buckets
+    the training    build_optimizer, build_schedule, build_executor, batch_sharding
 
-A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that
-uses it; the default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
-Without either, fast paths run on GPUs, and on CPUs those that have a flag of their own which is set.
-A variant computes another result, which a flag of the model or the data asks for.
+A slot is an attribute of the module that uses it; the default is the core's form. `--fast-paths` takes all
+fast paths that can run, `--no-fast-paths` none. Without either, fast paths run on GPUs, and on CPUs those
+that have a flag of their own which is set.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -84,62 +85,61 @@ GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps} 
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> ModelChunks:
     """Build this rank's chunks of the model of a resolved config: new weights, variants, no fast paths."""
     parallel = config.parallel
-    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
+    stages_of_ranks = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
     chunks: list[GPTModel] = []
-    for stage in placed[mesh.pp.rank]:
-        spec = stage_spec(config, mesh, stage, padded_vocab_size, chunks)
+    for stage in stages_of_ranks[mesh.pp.rank]:
         chunk = GPTModel(
             config.model,
             vocab_size=vocab_size,
             max_sequence_length=config.model.max_position_embeddings,
             padded_vocab_size=padded_vocab_size,
             init=init,
-            stage=spec,
+            stage=stage_spec(config, mesh, stage, padded_vocab_size, chunks),
         )
         pick_variants(chunk, mesh.cp)
         chunks.append(chunk)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    stages = ModelChunks(chunks, mesh, parallel.schedule, group)
+    model = ModelChunks(chunks, mesh, parallel.schedule, group)
     if config.precision.fp8_layers(config.model.num_layers):
-        quantize(stages, config, mesh, init.device)
-    return stages
+        quantize(model, config, mesh, init.device)
+    return model
 
 
 def stage_spec(
-    config: Config, mesh: Mesh, stage: int, padded_vocab_size: int, before: list[GPTModel]
+    config: Config, mesh: Mesh, stage: int, padded_vocab_size: int, earlier: list[GPTModel]
 ) -> StageSpec:
     """Return what a stage has: its layers, and whether it begins or ends the model.
 
-    before: this rank's chunks of earlier stages; with one the last stage may share its word embeddings.
+    earlier: this rank's chunks of earlier stages; with one the last stage may share its word embeddings.
     """
-    layers = stage_layers(config, padded_vocab_size)
-    last = stage == len(layers) - 1
-    words = None
-    if last and before and before[0].embedding is not None:
-        words = before[0].embedding.word_embeddings.weight
-    return StageSpec(layers[stage], stage == 0, last, mesh, words)
+    layers_of_stages = stage_layers(config, padded_vocab_size)
+    last = stage == len(layers_of_stages) - 1
+    shared_words = None
+    if last and earlier and earlier[0].embedding is not None:
+        shared_words = earlier[0].embedding.word_embeddings.weight
+    return StageSpec(layers_of_stages[stage], stage == 0, last, mesh, shared_words)
 
 
-def quantize(stages: ModelChunks, config: Config, mesh: Mesh, device: torch.device) -> None:
+def quantize(model: ModelChunks, config: Config, mesh: Mesh, device: torch.device) -> None:
     """Make layers multiply in FP8: those of --fp8-format, and with --fp8-output-proj the output layer."""
     precision = config.precision
-    layers = precision.fp8_layers(config.model.num_layers)
-    stages.scales = Scales(recipe_of(precision), device, (mesh.tp, mesh.dp_cp))
-    for chunk in stages:
-        quantize_layers(chunk, stages.scales, layers)
+    model.scales = Scales(recipe_of(precision), device, (mesh.tp, mesh.dp_cp))
+    for chunk in model:
+        quantize_layers(chunk, model.scales, precision.fp8_layers(config.model.num_layers))
         head = chunk.output_layer
         if precision.fp8_output_proj and head is not None:
-            use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
+            use_fp8(head, model.scales.add_layer(head.weight.spec.name))
 
 
-def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
+def quantize_layers(chunk: GPTModel, scales: Scales, numbers: Container[int]) -> None:
     """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
-    for layer in [layer for layer in model.layers if layer.layer in layers]:
-        for linear in layer.modules():
-            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                use_fp8(linear, scales.add_layer(linear.weight.spec.name))
-            elif isinstance(linear, GroupedExperts):
-                quantize_experts(linear, scales)
+    in_fp8 = [layer for layer in chunk.layers if layer.layer in numbers]
+    for layer in in_fp8:
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                use_fp8(module, scales.add_layer(module.weight.spec.name))
+            elif isinstance(module, GroupedExperts):
+                quantize_experts(module, scales)
 
 
 def pick_variants(model: nn.Module, cp: Axis) -> None:
@@ -226,43 +226,48 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
     Communicates over world on GPUs: every rank must call it with the same arguments.
     """
-    parallel = config.parallel
-    model = config.model
     if fast is None:
-        fast = parallel.fast_paths
-    peers = PeerAccess.build(mesh, parallel)
-    paths = Paths(discards=tuple(filter(model.recomputes, model.recompute_modules)), peers=peers)
-    norms = model.recomputes("layernorm")
-    if norms:
+        fast = config.parallel.fast_paths
+    peers = PeerAccess.build(mesh, config.parallel)
+    recomputed = config.model.recomputes
+    paths = Paths(discards=tuple(filter(recomputed, config.model.recompute_modules)), peers=peers)
+    if recomputed("layernorm"):
         paths = replace(paths, layers=FusedLayers(recompute=True))
     if fast is False:
         return paths
     on_gpu = mesh.device.type == "cuda"
-    everywhere = fast or on_gpu
-    pieces = parallel.tp_comm_overlap
-    halves = parallel.overlap_moe_expert_parallel_comm
-    overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
-    casts = everywhere or config.precision.fp8_param_gather
-    rows = [
-        ("layers", everywhere, FusedLayers(quantizing_norm, norms)),
-        ("linear", pieces, OverlappedLinear(peers)),
-        ("fp8", pieces, OverlappedFp8Matmuls(peers)),
-        ("context", everywhere, Ring(peers)),
-        ("producers", everywhere, True),
-        (
-            "moe",
-            model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap),
-            OverlappedMoe(peers, halves),
-        ),
+    rows = fast_paths(config, peers, mesh.world.size, on_gpu, fast or on_gpu)
+    return replace(paths, **{slot: path for slot, taken, path in rows if taken})
+
+
+def fast_paths(
+    config: Config, peers: PeerAccess, world: int, on_gpu: bool, default: bool
+) -> list[tuple[str, bool, object]]:
+    """Return a row for each slot of `Paths`: its name, whether this run takes the path, the path.
+
+    default: whether a run takes the paths that have no flag of their own.
+    """
+    parallel = config.parallel
+    model = config.model
+    moe_halves = parallel.overlap_moe_expert_parallel_comm
+    moe_flags = moe_halves or model.moe_shared_expert_overlap
+    dp_overlap = parallel.overlap_grad_reduce or parallel.overlap_param_gather
+    fp8_gather = default or config.precision.fp8_param_gather
+    return [
+        ("layers", default, FusedLayers(quantizing_norm, model.recomputes("layernorm"))),
+        ("linear", parallel.tp_comm_overlap, OverlappedLinear(peers)),
+        ("fp8", parallel.tp_comm_overlap, OverlappedFp8Matmuls(peers)),
+        ("context", default, Ring(peers)),
+        ("producers", default, True),
+        ("moe", model.num_experts and (default or moe_flags), OverlappedMoe(peers, moe_halves)),
         ("loss", model.cross_entropy_loss_fusion, fused_output_loss),
-        ("shard_comm", everywhere and overlaps, PeerShardComm(peers)),
-        ("gathered", casts, gathered_casts),
-        ("state", casts, cast_state),
-        ("updates", casts, CastUpdates),
-        ("graphs", on_gpu, GRAPHS[graph_impl(config, mesh.world.size)]),
+        ("shard_comm", default and dp_overlap, PeerShardComm(peers)),
+        ("gathered", fp8_gather, gathered_casts),
+        ("state", fp8_gather, cast_state),
+        ("updates", fp8_gather, CastUpdates),
+        ("graphs", on_gpu, GRAPHS[graph_impl(config, world)]),
         ("decoder", parallel.cuda_graph_impl != "none", decoder),
     ]
-    return replace(paths, **{slot: path for slot, when, path in rows if when})
 
 
 def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
