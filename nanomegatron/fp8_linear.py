@@ -19,7 +19,7 @@ By the communication of the layer (`comm`), with bytes a value, where x and y ar
     "sum"      row                 both ways    x columnwise 1   all-reduce y 2       -
     "scatter"  row, s sharded      both ways    x columnwise 1   reduce-scatter y 2   gather g rowwise 1
 
-What is gathered is transposed behind (`Recipe.transposed`), so that one copy travels: "gather" saves this
+What is gathered is transposed behind (`Recipe.transposed`), so that one copy is sent: "gather" saves this
 rank's rows, and with "scatter" g is cast rowwise only, else both ways. Without FP8 weight gradients x is
 saved and dW is multiplied in 16 bits, gathers included, and rowwise is all that is cast.
 
@@ -181,7 +181,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
 
-        # dx = g W, its communication started; what dW needs of other ranks travels beside
+        # dx = g W, its communication started; what dW needs of other ranks is fetched beside
         g_columnwise = g.columnwise
         x_gather = None
         if comm == "gather":

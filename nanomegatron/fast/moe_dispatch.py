@@ -276,9 +276,8 @@ class AsyncAllToAll(TokenDispatch):
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
         """Start to send rows `[r, h]` back -> a function that returns what `TokenDispatch.combine` does."""
-        (ep_sent, ep_received), (etp_sent, etp_received) = self.over_ep, self.over_etp
+        (ep_sent, ep_received), (etp_sent, etp_received), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
-        etp = self.mesh.etp
         if etp.size > 1:
             y = all_to_all(y, etp, etp_received, etp_sent).view(etp.size, etp_sent[0], y.shape[1]).sum(0)
         arrive = start_exchange(y, self.mesh.ep, ep_received, ep_sent, recompute)
