@@ -9,8 +9,20 @@ Tests: tests/test_config_keywords.py. Page: docs/api.md.
     GPTModel(config, transformer_layer_spec=None)      model.GPTModel; the config is the spec
     get_forward_backward_func()                        forward_backward, which calls pp.execute
 
-Their other keywords are accepted if they change nothing; else a TypeError says what to use instead, from the
-table in config/megatron_keywords.toml. `TransformerConfig` takes them itself. (Megatron-LM, core 0.19)
+A step of code that was written for Megatron:
+
+    def forward_step(data_iterator, model):
+        batch = next(data_iterator)
+        output = model(batch, batch.labels)  # the last stage: the loss of each token
+        return output, lambda output: (output.mean(), {"lm loss": output.mean().detach()})
+
+    buckets.zero_grad_buffer(8)
+    reports = forward_backward(forward_step_func=forward_step, data_iterator=batches, model=model, ...)
+    buckets.finish_grad_sync()
+
+`with_megatron_keywords` wraps a constructor: Megatron's other keywords are accepted if they change nothing;
+else a TypeError says what to use instead, from the table in config/megatron_keywords.toml.
+`TransformerConfig` takes them itself. (Megatron-LM, core 0.19)
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +37,44 @@ from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init
 from nanomegatron.pp import ModelChunks, execute
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[[Iterator, core_model.GPTModel], tuple[torch.Tensor, Callable]],
+    data_iterator: Iterator | list[Iterator] | None,
+    model: ModelChunks,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+) -> list[Any]:
+    """What Megatron's `get_forward_backward_func()` returns, for forward steps written for that.
+
+    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
+    (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
+    tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
+    seq_length: of whole rows, before cp shards them. Gradients are added to `ParamAndGradBuckets`: call this
+    between their `zero_grad_buffer` and `finish_grad_sync`; without buckets they are added to `.grad`.
+    Returns the report of each microbatch on the rank of the last stage, an empty list on others.
+    """
+    several = isinstance(data_iterator, list | tuple)
+    if len(model) > 1 and not several and data_iterator is not None:
+        raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
+    iterators = dict(zip(model, data_iterator if several else [data_iterator] * len(model)))
+    reports = []
+
+    def step(chunk: core_model.GPTModel, _: int) -> torch.Tensor:
+        output, loss_func = forward_step_func(iterators[chunk], chunk)
+        if not chunk.post_process:
+            return output
+        loss, *tokens, report = loss_func(output)
+        reports.append(report)
+        return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
+
+    shape = model.shape(seq_length // model.cp.size, micro_batch_size)
+    execute(model, step, num_microbatches, shape, forward_only)
+    return reports
 
 
 @with_megatron_keywords
@@ -89,41 +139,3 @@ class RowParallelLinear(core_tp.RowParallelLinear):
         if self.skip_bias_add:
             return self.linear(x, self.weight, self.tp, self.comm), self.bias
         return super().forward(x)
-
-
-def forward_backward(
-    *,
-    forward_step_func: Callable[[Iterator, core_model.GPTModel], tuple[torch.Tensor, Callable]],
-    data_iterator: Iterator | list[Iterator] | None,
-    model: ModelChunks,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    forward_only: bool = False,
-) -> list[Any]:
-    """What Megatron's `get_forward_backward_func()` returns, for forward steps written for that.
-
-    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
-    (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
-    tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, before cp shards them. Gradients are added to `ParamAndGradBuckets`: call this
-    between their `zero_grad_buffer` and `finish_grad_sync`; without buckets they are added to `.grad`.
-    Returns the report of each microbatch on the rank of the last stage, an empty list on others.
-    """
-    several = isinstance(data_iterator, list | tuple)
-    if len(model) > 1 and not several and data_iterator is not None:
-        raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
-    iterators = dict(zip(model, data_iterator if several else [data_iterator] * len(model)))
-    reports = []
-
-    def step(chunk: core_model.GPTModel, _: int) -> torch.Tensor:
-        output, loss_func = forward_step_func(iterators[chunk], chunk)
-        if not chunk.post_process:
-            return output
-        loss, *tokens, report = loss_func(output)
-        reports.append(report)
-        return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
-
-    shape = model.shape(seq_length // model.cp.size, micro_batch_size)
-    execute(model, step, num_microbatches, shape, forward_only)
-    return reports

@@ -192,7 +192,7 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """
     if param is None or not param.requires_grad:
         return None
-    if is_deferred(param, beside_nccl=True):
+    if is_deferred(param, runs_beside_nccl=True):
         param.wgrad_store.queue.append((param, write))
         return None
     out, beta = grad_buffer(param)
@@ -241,10 +241,10 @@ class WeightGradStore:
     store of a parameter, defers its work while the store has a queue.
     """
 
-    def __init__(self, beside_nccl: bool = False) -> None:
-        """beside_nccl: defer only work that can run beside NCCL's kernels."""
+    def __init__(self, only_beside_nccl: bool = False) -> None:
+        """only_beside_nccl: defer only work that can run while NCCL's kernels do (see `is_deferred`)."""
         self.queue: list[tuple[nn.Parameter, Write]] | None = None
-        self.only_beside_nccl = beside_nccl
+        self.only_beside_nccl = only_beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
@@ -263,16 +263,17 @@ class WeightGradStore:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
+def is_deferred(param: nn.Parameter, runs_beside_nccl: bool = False) -> bool:
     """Whether gradients of this parameter are deferred now: all work, or only what can run beside NCCL.
 
-    beside_nccl: the caller's work can. (A grouped matmul cannot: its thread blocks need all multiprocessors
-    at once, and would wait for NCCL's. It runs now, and only the addition is deferred.)
+    runs_beside_nccl: the caller's work can: what adds a product (`accumulate`) says so. A grouped matmul does
+    not: its thread blocks need all multiprocessors at once, and would wait for NCCL's. It runs now, and only
+    the addition is deferred. Nor does a gather of x, which is NCCL's.
     """
     store = getattr(param, "wgrad_store", None)
     if store is None or store.queue is None or param.dim() == 1:
         return False
-    return beside_nccl or not store.only_beside_nccl
+    return runs_beside_nccl or not store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

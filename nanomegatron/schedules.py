@@ -164,7 +164,7 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     n = max(microbatches, 2 * stages - 1)
     left = stages - rank  # ranks from this one to the tip of the V
-    warm_up = ["F0"] * (2 * left - 1)  # until the first microbatch has come back to this rank
+    warm_up = ["F0"] * (2 * left - 1)  # until the first microbatch is back at this rank
     filling = ["F1", "F0"] * rank + ["F1", "B1", "W1"] * left
     steady = ["F0", "B0", "W0", "F1", "B1", "W1"] * (n - 2 * stages + 1 + rank)
     cool_down = ["B0", "W0", "F1", "B1", "W1"] * (left - 1)

@@ -6,15 +6,22 @@ Tests: tests/test_dp.py. Page: docs/parallel.md.
     last contribution                 starts its reduce-scatter, which frees them; at most IN_FLIGHT hold any
     reduced shard                     is added to `grad_shard`, an fp32 sum over the microbatches
 
+    microbatch            1                               2
+    bucket 0    [backward][reduce]                [backward][reduce]
+    bucket 1              [backward][reduce]                [backward][reduce]
+    gradients   of 0      0 and 1   of 1          of 0      0 and 1   of 1
+
 A rank keeps 2 + 16/d bytes a parameter (bf16, fp32 sums and states), not the 2 + 4 + 12/d of dp.py, and a few
 buckets in use. Gradients travel once per microbatch, not once per step. (arXiv 1910.02054)
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from nanomegatron.comm import Pending
 from nanomegatron.dp import Bucket, ParamAndGradBuckets
 
 IN_FLIGHT = 2  # reductions in flight at most; each holds a bucket's gradients
@@ -58,6 +65,14 @@ class Zero2Bucket(Bucket):
         super().ready(param)
 
 
+class Reduction(NamedTuple):
+    """The reduce-scatter of a bucket's gradients of one microbatch, from 1."""
+
+    bucket: Bucket
+    microbatch: int
+    pending: Pending
+
+
 class Zero2Buckets(ParamAndGradBuckets):
     """Buckets that reduce-scatter every microbatch's gradients over dp x cp or edp, and add the shards up.
 
@@ -65,10 +80,11 @@ class Zero2Buckets(ParamAndGradBuckets):
     """
 
     bucket_class = Zero2Bucket
+    in_flight: list[Reduction]  # the oldest first
 
     def on_full(self, bucket: Bucket, last: bool) -> None:
         """Called when a bucket has all contributions of a microbatch: start its reduction, free it."""
-        self.in_flight.append((bucket, bucket.start_reduce(self.op)))
+        self.in_flight.append(Reduction(bucket, bucket.done, bucket.start_reduce(self.op)))
         bucket.free_grads()
         self.finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
 
@@ -77,6 +93,6 @@ class Zero2Buckets(ParamAndGradBuckets):
 
     def finish_reductions(self, left: int = 0, microbatches: float = math.inf) -> None:
         """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
-        while len(self.in_flight) > left and self.in_flight[0][0].done <= microbatches:
-            bucket, pending = self.in_flight.pop(0)
-            bucket.grad_shard.add_(pending.wait(), alpha=bucket.mean_factor)
+        while len(self.in_flight) > left and self.in_flight[0].microbatch <= microbatches:
+            oldest = self.in_flight.pop(0)
+            oldest.bucket.grad_shard.add_(oldest.pending.wait(), alpha=oldest.bucket.mean_factor)

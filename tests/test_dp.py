@@ -211,7 +211,7 @@ def memory(mesh, flags, config, grad_dtype):
 
     def alloc_grads(bucket):
         Zero2Bucket.alloc_grads(bucket)
-        assert all(other.done > bucket.done for other, _ in buckets.in_flight), "of an earlier microbatch"
+        assert all(each.microbatch > bucket.done for each in buckets.in_flight), "of an earlier microbatch"
 
     buckets.on_full = on_full
     for bucket in () if buckets.bucket_class.keeps_grads else buckets.all:

@@ -206,7 +206,7 @@ def test_a_deferred_gradient(beside_nccl):
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None
-        assert is_deferred(param, beside_nccl=True) and is_deferred(param) != beside_nccl
+        assert is_deferred(param, runs_beside_nccl=True) and is_deferred(param) != beside_nccl
     assert not bucket.calls and not betas
     WeightGradStore.run(works)
     assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
@@ -227,7 +227,7 @@ def test_biases_and_norms_are_not_deferred():
     param = torch.nn.Parameter(torch.zeros(4))
     param.wgrad_store = WeightGradStore()
     with param.wgrad_store.collect() as works:
-        assert not is_deferred(param, beside_nccl=True)
+        assert not is_deferred(param, runs_beside_nccl=True)
         assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
     assert not works
 
