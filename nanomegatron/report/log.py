@@ -37,13 +37,14 @@ from nanomegatron.report.writers import (
     EXPERT_TAGS,
     JsonLines,
     Lines,
+    TensorBoard,
+    WeightsAndBiases,
     duration,
     overflow,
     progress,
     progress_bar,
     replace_file,
     replace_link,
-    scalar_writers,
     spare_exit,
     step_scalars,
 )
@@ -82,8 +83,9 @@ class RunLog:
         self._failed: set[str] = set()
         self._gone = False  # the folder, by `leave`
         self._series: list[JsonLines] = []
-        kinds = ("evals", "fp8", "experts")
-        self._beside = {kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in kinds}
+        self._beside = {
+            kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in ("evals", "fp8", "experts")
+        }
         self._writers: list[Any] = []
         self._bar: Any = None
         self._interval: list[dict] = []
@@ -113,9 +115,12 @@ class RunLog:
         self.rewind(iteration)
         for note in unseen_notes(self.config.run, iteration):
             self.line(f"note    {note}")
-        for name, make in scalar_writers(self.config, self.folder, iteration).items():
-            with self.attempt(name):
-                self._writers.append(make())
+        if self.config.run.tensorboard_dir:
+            with self.attempt("TensorBoard"):
+                self._writers.append(TensorBoard(self.config.run.tensorboard_dir, iteration))
+        if self.config.run.wandb_project:
+            with self.attempt("Weights & Biases"):
+                self._writers.append(WeightsAndBiases(self.folder, self.config))
         with self.attempt("progress bar"):
             self._bar = progress_bar(iteration, train_iters, self.stream)
 
@@ -237,7 +242,7 @@ class RunLog:
 
     def _scalars(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
         for writer in self._writers:
-            with self.attempt(type(writer).__name__.strip("_")):
+            with self.attempt(type(writer).__name__):
                 writer.add(scalars, record)
 
     def _log_interval(self, mean: dict[str, Any]) -> None:
@@ -276,9 +281,15 @@ class RunLog:
         if not self.is_main:
             return
         ppl = math.exp(min(20, loss))
-        record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
-        record["consumed_samples"] = samples
-        record["batches"] = batches
+        record = {
+            "iteration": iteration,
+            "split": split,
+            "lm_loss": loss,
+            "ppl": ppl,
+            "bits_per_byte": bpb,
+            "consumed_samples": samples,
+            "batches": batches,
+        }
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
             if self.config.run.eval_only:  # beside that of training at this step

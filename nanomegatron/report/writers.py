@@ -116,9 +116,8 @@ def replace_file(path: Path, text: str) -> None:
             file.write(text)
             sync(file)
         os.replace(temporary, path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def replace_link(link: Path, target: str) -> None:
@@ -127,9 +126,8 @@ def replace_link(link: Path, target: str) -> None:
     try:
         os.symlink(target, temporary)
         os.replace(temporary, link)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +193,9 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
     return {tag: value for tag, value in tags.items() if value is not None}
 
 
-class _TensorBoard:
+class TensorBoard:
+    """A writer of scalars by tag, under the folder of --tensorboard-dir."""
+
     def __init__(self, folder: str, iteration: int):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -212,7 +212,9 @@ class _TensorBoard:
         self.writer.close()
 
 
-class _WeightsAndBiases:
+class WeightsAndBiases:
+    """A writer of scalars by tag, to the project of --wandb-project."""
+
     def __init__(self, folder: Path, config: Config):
         import wandb
 
@@ -226,16 +228,6 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
-
-
-def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Callable[[], Any]]:
-    """Return functions that make the configured writers, with add(scalars by tag, record) and close()."""
-    made: dict[str, Callable[[], Any]] = {}
-    if config.run.tensorboard_dir:
-        made["TensorBoard"] = lambda: _TensorBoard(config.run.tensorboard_dir, iteration)
-    if config.run.wandb_project:
-        made["Weights & Biases"] = lambda: _WeightsAndBiases(folder, config)
-    return made
 
 
 def spare_exit(*streams: TextIO | None) -> None:
