@@ -111,7 +111,7 @@ def test_what_is_between_steps_is_left_out(gpus):
     for i in range(6, 11):
         gpus.run(1, 600)
         found = energy.step(1000, log=i == 10)
-    assert found == figures(0.6, 600) and energy.total.steps == 8
+    assert found == figures(0.6, 600) and energy.total["steps"] == 8
 
 
 def test_all_gpus_of_the_run_count(gpus):

@@ -12,8 +12,8 @@ after each. It reads the GPUs of all ranks of its machine, and takes those of ot
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -55,20 +55,6 @@ def open_meter(uuids: Sequence[str], library: str = LIBRARY) -> Meter | None:
         return None
 
 
-@dataclass
-class Spent:
-    """What has been measured: joules of the GPUs that are read, seconds, tokens of the run, steps."""
-
-    joules: float = 0.0
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-
-    def add(self, other: "Spent") -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
-
 class Energy:
     """Counts the energy of a run's steps; does nothing without a meter, as on all ranks but the first."""
 
@@ -77,7 +63,9 @@ class Energy:
         self.meter, self.ranks, self.clock = meter, ranks, clock
         self.begun: tuple[list[int], float] | None = None  # counters and time at the end of a step
         self.steps = self.tokens = 0  # since then
-        self.unsaid, self.total = Spent(), Spent()  # since the last figure; of the run, in this process
+        # Joules of the GPUs that are read, seconds, tokens of the run, steps: since the last figure, and of
+        # the run in this process.
+        self.unsaid, self.total = Counter(), Counter()
 
     def step(self, tokens: int, log: bool) -> dict[str, float]:
         """Count a step that has just ended; if `log`, return the figures of ENERGY_KEYS since the last ones.
@@ -93,9 +81,9 @@ class Energy:
         self.tokens += tokens
         if log:
             self._close()
-        if not log or self.unsaid.seconds < LEAST:
+        if not log or self.unsaid["seconds"] < LEAST:
             return {}
-        said, self.unsaid = self.unsaid, Spent()
+        said, self.unsaid = self.unsaid, Counter()
         return dict(zip(ENERGY_KEYS, self._figures(said), strict=True))
 
     def pause(self) -> None:
@@ -106,13 +94,13 @@ class Energy:
 
     def summary(self) -> str:
         """The figures of all steps so far, in words; "" if they are of less than LEAST seconds."""
-        if self.total.seconds < LEAST:
+        if self.total["seconds"] < LEAST:
             return ""
         per_token, power = self._figures(self.total)
         amount = f"{per_token:.3g} J" if per_token >= 1 else f"{1e3 * per_token:.3g} mJ"
         gpus = len(self.meter.gpus)
         share = f", measured on {gpus} of {self.ranks} GPUs" if gpus < self.ranks else ""
-        return f"{amount}/token, {power:.0f} W a GPU over {self.total.steps} steps{share}"
+        return f"{amount}/token, {power:.0f} W a GPU over {self.total['steps']} steps{share}"
 
     def _read(self) -> tuple[list[int], float] | None:
         try:
@@ -126,15 +114,20 @@ class Energy:
         if now is not None:
             spent = [new - old for new, old in zip(now[0], before, strict=True)]
             if min(spent) >= 0:
-                part = Spent(sum(spent) / 1e3, now[1] - start, self.tokens, self.steps)
-                self.unsaid.add(part)
-                self.total.add(part)
+                part = {
+                    "joules": sum(spent) / 1e3,
+                    "seconds": now[1] - start,
+                    "tokens": self.tokens,
+                    "steps": self.steps,
+                }
+                self.unsaid.update(part)
+                self.total.update(part)
         self.begun, self.steps, self.tokens = now, 0, 0
 
-    def _figures(self, spent: Spent) -> tuple[float, float]:
+    def _figures(self, spent: Counter) -> tuple[float, float]:
         """Joules per token over all GPUs of the run, and watts per GPU."""
-        per_gpu = spent.joules / len(self.meter.gpus)
-        return per_gpu * self.ranks / spent.tokens, per_gpu / spent.seconds
+        per_gpu = spent["joules"] / len(self.meter.gpus)
+        return per_gpu * self.ranks / spent["tokens"], per_gpu / spent["seconds"]
 
 
 def energy_scalars(record: dict[str, Any]) -> dict[str, float]:
