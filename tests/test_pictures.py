@@ -12,7 +12,7 @@ import pytest
 from benchmarks import table
 from nanomegatron.commands.schedules import main as show_schedule
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.report.plots import plot_experts, plot_loss, smoothed
+from nanomegatron.report.plots import draw_pictures, plot_experts, plot_loss, smoothed
 from nanomegatron.report.schedule_draw import bars, canvas
 from nanomegatron.report.trace import trace_title
 from nanomegatron.report.trace_draw import write
@@ -75,8 +75,10 @@ def test_plot_says_what_it_lacks(tmp_path, monkeypatch):
     write_series(tmp_path, [float("nan")])
     assert plot_loss(tmp_path, said.append) is None and "no finite loss" in said[0]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_loss(tmp_path, said.append) is None
-    assert said[1] == "loss.png needs matplotlib: pip install matplotlib"
+    log = started(tmp_path)
+    log.line = said.append
+    draw_pictures(log)
+    assert said[1:] == ["loss.png needs matplotlib: pip install matplotlib"]
 
 
 def test_smoothing_does_not_end_with_one_steps_loss():
@@ -168,7 +170,8 @@ def test_picture_of_experts(tmp_path, monkeypatch, figures):
     assert 0.15 < shares[0] < 0.3 and 0.15 < shares[1] < 0.3 and shares[2] > 0.2 and shares[3] > 0.9, shares
     check_axes(figures[0], 12)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_experts(tmp_path, said.append) is None and said[1].startswith("experts.png needs matplotlib")
+    with pytest.raises(ImportError, match=r"^experts.png needs matplotlib"):
+        plot_experts(tmp_path)
 
 
 def check_axes(figure, number: int) -> None:

@@ -23,11 +23,11 @@ LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over wh
 def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/loss.png: training loss, thin for each step and smoothed; validation; below the learning rate.
 
-    Returns its path; None, with a line to `say`, if there is nothing to draw or no matplotlib.
+    Returns its path; None, with a line to `say`, if there is nothing to draw. Raises ImportError without
+    matplotlib.
     """
     folder = Path(run_folder)
-    if (figure := _figure("loss.png", 5.2, say)) is None:
-        return None
+    figure = canvas("loss.png", (8, 5.2), dpi=100)
     steps, losses, rates = _series(folder / "metrics.jsonl", "lm_loss", "lr")
     if not np.isfinite(losses).any():
         say(f"loss.png not drawn: no finite loss in {folder / 'metrics.jsonl'}")
@@ -64,8 +64,11 @@ def draw_pictures(log: RunLog) -> None:
         pictures["experts.png"] = plot_experts
     for name, draw in pictures.items() if log.is_main else ():
         with log.attempt(name):
-            if picture := draw(log.folder, log.line):
-                log.line(f"picture {picture}")
+            try:
+                if picture := draw(log.folder, log.line):
+                    log.line(f"picture {picture}")
+            except ImportError as error:
+                log.line(str(error))
 
 
 def _end_values(axes: Any, *curves: tuple[np.ndarray, np.ndarray, str]) -> None:
@@ -96,7 +99,7 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
 
     White is an even share of tokens, red is up to four times more, blue up to four times less, hatched black
     no token at all. Of many layers a selection at equal distances is shown. Returns the path; None, with a
-    line to `say`, as `plot_loss`.
+    line to `say`, and raises ImportError, as `plot_loss`.
     """
     folder = Path(run_folder)
     records = read_jsonl(folder / "experts.jsonl")
@@ -105,8 +108,7 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
         say(f"experts.png not drawn: no tokens of experts in {folder / 'experts.jsonl'}")
         return None
     shown = [found[i] for i in np.unique(np.linspace(0, len(found) - 1, LAYERS).round().astype(int))]
-    if (figure := _figure("experts.png", 1.2 + 1.3 * len(shown), say)) is None:
-        return None
+    figure = canvas("experts.png", (8, 1.2 + 1.3 * len(shown)), dpi=100)
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
@@ -137,15 +139,6 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     figure.savefig(folder / "experts.png")
     return folder / "experts.png"
-
-
-def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
-    """Return an empty figure of 8 by `height` inches; None, with a line to `say`, without matplotlib."""
-    try:
-        return canvas(name, (8, height), dpi=100)
-    except ImportError as error:
-        say(str(error))
-        return None
 
 
 def _series(path: Path, *keys: str, split: str | None = None) -> list[np.ndarray]:
