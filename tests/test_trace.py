@@ -18,7 +18,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report import timers, trace
 from nanomegatron.report.trace import machine, offsets
-from nanomegatron.report.trace_draw import Arrival, Recording, write
+from nanomegatron.report.trace_draw import Recording, write
 from nanomegatron.schedules import Op, messages, placement, schedule, simulate
 from tests.spmd import run_spmd
 
@@ -312,10 +312,10 @@ def recording(late: float = 0.0, microbatches: int = 2) -> Recording:
     events = [[e for e in simulate(lists, placed).events if e.rank == rank] for rank in (0, 1)]
     exchanges = messages(lists, placed)
     ends = {x.sends: e.end for of_rank, run in zip(exchanges, events) for x, e in zip(of_rank, run)}
-    arrivals = [[Arrival(m, ends[m]) for x in of_rank for m in x.receives] for of_rank in exchanges]
+    arrivals = [{m: ends[m] for x in of_rank for m in x.receives} for of_rank in exchanges]
     last = events[0][-1]
     events[0][-1] = last._replace(start=last.start + late, end=last.end + late)
-    arrivals[0][-1] = arrivals[0][-1]._replace(time=arrivals[0][-1].time + late)
+    arrivals[0][[*arrivals[0]][-1]] += late
     return Recording(9, lists, placed, ["rank 0", "rank 1"], (0, 1), events, arrivals)
 
 
@@ -333,7 +333,7 @@ def test_words(tmp_path):
         "rank 1 waited 1 ms (planned 1) before F0.0 (chunk 0, microbatch 0) for activations from rank 0",
     ]
     early = recording(0.5)
-    early.arrivals[0][-1] = early.arrivals[0][-1]._replace(time=6.1)
+    early.arrivals[0][[*early.arrivals[0]][-1]] = 6.1
     assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[1][5]
 
 

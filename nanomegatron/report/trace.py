@@ -34,7 +34,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Axis, AxisObserver, Mesh
 from nanomegatron.pp import NoTracer
 from nanomegatron.report.timers import Clock, marked
-from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
+from nanomegatron.report.trace_draw import Recording, op_name, write
 from nanomegatron.schedules import Event, Message, Op, messages
 
 TIMERS = {"F": "forward-compute", "B": "backward-compute", "BW": "backward-compute", "W": "weight-compute"}
@@ -164,7 +164,7 @@ def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: li
         times = [1e3 * (time - zero) for time in row]
         ops, received = step.lists[rank // apart], receives[rank // apart]
         events.append([Event(rank, op, *times[2 * i : 2 * i + 2]) for i, op in enumerate(ops)])
-        arrivals.append([Arrival(m, time) for m, time in zip(received, times[2 * len(ops) :])])
+        arrivals.append(dict(zip(received, times[2 * len(ops) :])))
     labels = [_label(mesh, rank) for rank in range(len(table))]
     drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
     return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)

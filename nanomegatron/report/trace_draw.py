@@ -25,13 +25,6 @@ SHORT = 0.01  # of a step; a shorter wait is not in the summary
 CONTENT = {"F": "activations", "B": "gradient"}
 
 
-class Arrival(NamedTuple):
-    """A message, and the time of its arrival."""
-
-    message: Message
-    time: float
-
-
 class Wait(NamedTuple):
     """Idle time of a rank before an op; message: the one that it waited for, if any."""
 
@@ -51,7 +44,7 @@ class Recording:
     labels: list[str]  # by rank of the world
     drawn: Sequence[int]  # ranks with a row in the picture: of a pipeline, or else of dp
     events: list[list[Event]]  # by rank of the world, like `arrivals`
-    arrivals: list[list[Arrival]]
+    arrivals: list[dict[Message, float]]
     title: str = ""  # of the picture: the model, the layout, the schedule
 
     @property
@@ -82,8 +75,8 @@ class Recording:
         runs = [[e._replace(start=e.start - self.first, end=e.end - self.first) for e in run] for run in runs]
         return planned, timeline_of(runs)
 
-    def sent(self) -> Iterator[tuple[Event, Arrival, Event]]:
-        """Yield for each message: the op that sent it, its arrival, and the op that uses it."""
+    def sent(self) -> Iterator[tuple[Message, Event, float, Event]]:
+        """Yield each message with the op that sent it, the time of its arrival, and the op that uses it."""
         exchanges = messages(self.lists, self.placed)
         senders = {}
         for rank, events in enumerate(self.events):
@@ -91,9 +84,8 @@ class Recording:
                 senders[rank, exchange.sends] = event
         for rank, (events, arrivals) in enumerate(zip(self.events, self.arrivals)):
             users = {x.uses: event for event, x in zip(events, exchanges[rank // self.apart])}
-            for arrival in arrivals:
-                message = arrival.message
-                yield senders[self.sender(rank, message), message], arrival, users[message]
+            for message, time in arrivals.items():
+                yield message, senders[self.sender(rank, message), message], time, users[message]
 
 
 def op_name(op: Op) -> str:
@@ -152,7 +144,7 @@ def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[W
     """Return the idle times before ops of the ranks drawn, longest first."""
     exchanges, apart = messages(recording.lists, recording.placed), recording.apart
     uses = [x.uses for rank in recording.drawn for x in exchanges[rank // apart]]
-    came = [dict(recording.arrivals[rank]) for rank in recording.drawn]
+    came = [recording.arrivals[rank] for rank in recording.drawn]
     found = []
     for gap, plan, event, used in zip(_gaps(measured), _gaps(planned), measured.events, uses):
         late = used is not None and came[event.rank][used] - recording.first > event.start - gap / 2
@@ -200,10 +192,10 @@ def picture(
         axes.set_title(_total(what, timeline), fontsize=9, loc="left")
     below.set(xlabel="time (ms)")
     look = dict(color="dimgrey", linewidth=0.8, zorder=0.7)  # behind the bars
-    sent = [found for found in recording.sent() if found[2].rank in row]
-    for event, arrival, user in sent:
+    sent = [found for found in recording.sent() if found[3].rank in row]
+    for _, event, arrived, user in sent:
         edge = HEIGHT / 2 if row[user.rank] > row[event.rank] else -HEIGHT / 2
-        times = event.end - recording.first, arrival.time - recording.first
+        times = event.end - recording.first, arrived - recording.first
         below.plot(times, (row[event.rank] + edge, row[user.rank] - edge), **look)
     legend(above, timelines[0], [Line2D([], [], label="message", **look)] if sent else [])
     kind = "pipeline of dp 0, tp 0, cp 0" if len(recording.lists) > 1 else "ranks of dp; no pipeline"
@@ -226,17 +218,17 @@ def chrome(recording: Recording) -> list[dict[str, Any]]:
             args = event.op._asdict() | dict(stage=stage)
             found.append(_slice(op_name(event.op), rank, 0, (event.start, event.end), args))
     lanes: dict[tuple[int, int], list[float]] = {}  # (receiver, sender): when each of its threads is free
-    for number, (sender, arrival, user) in enumerate(recording.sent()):
+    for number, (message, sender, arrived, user) in enumerate(recording.sent()):
         ends = lanes.setdefault((user.rank, sender.rank), [])
         lane = next((i for i, end in enumerate(ends) if end <= sender.end), len(ends))
         thread = 1 + sender.rank + lane * len(recording.labels)
         if lane == len(ends):
             ends.append(0.0)
             found.append(_called("thread_name", user.rank, thread, f"from rank {sender.rank}"))
-        ends[lane] = arrival.time
-        name = f"{CONTENT[arrival.message.kind]} of {op_name(sender.op)}"
-        span = sender.end, max(sender.end, arrival.time)
-        found.append(_slice(name, user.rank, thread, span, arrival.message._asdict()))
+        ends[lane] = arrived
+        name = f"{CONTENT[message.kind]} of {op_name(sender.op)}"
+        span = sender.end, max(sender.end, arrived)
+        found.append(_slice(name, user.rank, thread, span, message._asdict()))
         inside = sender.end - min(1e-3, (sender.end - sender.start) / 2)  # an arrow begins within a slice
         arrow = dict(name="message", cat="message", id=number, tid=0)
         found.append(arrow | dict(ph="s", pid=sender.rank, ts=1e3 * inside))
