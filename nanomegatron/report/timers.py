@@ -7,7 +7,7 @@ step's clocks --- one step late ---> sums over the log interval --- one all-gath
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,15 +82,13 @@ class Timers:
         self.level, self.option, self.device = level, option, device
         self._clocks: list[tuple[str, Clock]] = []
         self._sums, self._steps = Counter(), 0
-        self._phase: AbstractContextManager | None = None
+        self._phase = ExitStack()
 
     def phase(self, name: str = "", level: int = 1) -> None:
         """End the phase of the step that is being timed, and begin the next, if there is one."""
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-        self._phase = self(name, level) if name else None
-        if self._phase is not None:
-            self._phase.__enter__()
+        self._phase.close()
+        if name:
+            self._phase.enter_context(self(name, level))
 
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
