@@ -56,10 +56,8 @@ def find_run(word: str) -> Path:
 
 def only_evaluated(word: str) -> bool:
     """Whether runs/WORD or WORD is a run of --eval-only: it has evaluations and no settings to train."""
-    folders = [path for path in (Path("runs") / word, Path(word)) if path.is_dir()]
-    if any((path / "config.toml").is_file() for path in folders):
-        return False
-    return any((path / "evals.jsonl").is_file() for path in folders)
+    found = {path.name for folder in (Path("runs") / word, Path(word)) for path in folder.glob("*.*")}
+    return "evals.jsonl" in found and "config.toml" not in found
 
 
 def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
