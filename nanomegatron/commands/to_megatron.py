@@ -122,32 +122,32 @@ def _translated(name: str, value: Any, config: Config) -> tuple[list[str], str]:
     known, key = megatron_flags(), flag(name)[2:]
     words = spelled(name, value).split(" ")[:1]
     words += map(_number, () if isinstance(value, bool) else items(value))
-    match name:
-        case "num_query_groups":
+    match name, value:
+        case (
+            ("num_virtual_stages_per_pipeline_rank", 1)
+            | ("pipeline_schedule", "1f1b" | "interleaved")
+            | ("ckpt_format", "sharded")
+        ):
+            return [], ""
+        case "num_query_groups", _:
             equal = value == config.model.num_attention_heads
             return ([], "") if equal else (["--group-query-attention", *words], "")
-        case "train_iters" if config.run.train_samples:
+        case "train_iters", _ if config.run.train_samples:
             return [], ""
-        case "num_virtual_stages_per_pipeline_rank" if value == 1:
-            return [], ""
-        case "pipeline_schedule" if value in ("1f1b", "interleaved"):
-            return [], ""
-        case "window_size":
+        case "window_size", _:
             return [words[0], ",".join(map(str, value))], ""
-        case "dataloader_type":
+        case "dataloader_type", _:
             return [words[0], "single"], "--dataloader-type single reads in this order there" * (
                 value == "cyclic"
             )
-        case "data_parallel_sharding_strategy":
+        case "data_parallel_sharding_strategy", _:
             same = "--use-distributed-optimizer" if value != "no_shard" else ""
             return [same] * bool(same), "gradients stay whole there" * (value == "optim_grads")
-        case "tokenizer_type" if value in known["own-tokenizers"]:
+        case "tokenizer_type", _ if value in known["own-tokenizers"]:
             size = [] if config.data.vocab_size else ["--vocab-size", str(BYTE_IDS)]
             why = "NullTokenizer takes the ids of the data as they are; it adds one to --vocab-size"
             return [words[0], "NullTokenizer", *size * (value == "ByteTokenizer")], why
-        case "ckpt_format" if value == "sharded":
-            return [], ""
-        case "rampup_batch_size":
+        case "rampup_batch_size", _:
             counted = "" if config.run.train_samples else "only in runs of --train-samples there, and "
             return words, f"{counted}ignored since core 0.19, which has --step-batch-size-schedule"
     if key in known["own"]:
