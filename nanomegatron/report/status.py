@@ -35,15 +35,9 @@ def write_status(path: Path, facts: dict[str, Any]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.is_file():
             raise
-        text = json.dumps(
-            plain(facts | {"message": str(facts.get("message"))[: STATUS_BLOCK // 8]}), indent=1
-        )
-        _overwrite(path, (text + "\n").encode())
-
-
-def _overwrite(path: Path, data: bytes) -> None:
-    """Write over a file where it lies; it may be damaged if the machine fails meanwhile. Raises OSError."""
-    with open(path, "r+b", buffering=0) as file:
-        file.write(data.ljust(path.stat().st_size))
-        file.truncate(len(data))
-        os.fsync(file.fileno())
+        short = facts | {"message": str(facts.get("message"))[: STATUS_BLOCK // 8]}
+        data = json.dumps(plain(short), indent=1).encode() + b"\n"
+        with open(path, "r+b", buffering=0) as file:  # it may be damaged if the machine fails meanwhile
+            file.write(data.ljust(path.stat().st_size))
+            file.truncate(len(data))
+            os.fsync(file.fileno())
