@@ -233,24 +233,24 @@ class RunLog:
     def end_interval(self) -> None:
         """Write a line of the steps since the last one, if there are any: those before a stop."""
         if self._interval:
-            self._log_interval(_mean(self._interval))
+            mean = _mean(self._interval)
             self._interval = []
+            if not self._lines:
+                self._console("".join(f"{name:>{width}}" for name, width in _columns(mean).items()))
+            self._lines += 1
+            self._console(table_row(mean, self.train_iters))
+            self._file(megatron_line(mean, self.train_iters, self.config))
 
     def _append(self, series: JsonLines, record: dict[str, Any]) -> None:
         with self.attempt(str(series.path)):
             series.append(record)
 
-    def _scalars(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+    def _scalars(self, tags: dict[str, Any], record: dict[str, Any]) -> None:
+        """Write numbers by tag, those that are known."""
+        scalars = {tag: value for tag, value in tags.items() if value is not None}
         for writer in self._writers:
             with self.attempt(type(writer).__name__):
                 writer.add(scalars, record)
-
-    def _log_interval(self, mean: dict[str, Any]) -> None:
-        if not self._lines:
-            self._console("".join(f"{name:>{width}}" for name, width in _columns(mean).items()))
-        self._lines += 1
-        self._console(table_row(mean, self.train_iters))
-        self._file(megatron_line(mean, self.train_iters, self.config))
 
     def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
         """Record a step's numbers per layer; kind: "fp8" or "experts"; samples: consumed so far.
@@ -296,9 +296,7 @@ class RunLog:
                 evals.append(record | {"eval_only": True})
             else:
                 evals.put(record, ("iteration", "split", "eval_only"))
-        tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
-        if bpb is not None:
-            tags[f"bits per byte {split}"] = bpb
+        tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl, f"bits per byte {split}": bpb}
         self._scalars(tags, record)
         box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
         box += f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")

@@ -174,8 +174,8 @@ def too_large(scale: float) -> str:
 
 
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a step's numbers by Megatron's TensorBoard tags; times in seconds."""
-    tags = {
+    """Return a step's numbers by Megatron's TensorBoard tags, None where unknown; times in seconds."""
+    return {
         "lm loss": record["lm_loss"],
         "learning-rate": record["next_lr"],  # as in Megatron
         "grad-norm": record["grad_norm"],
@@ -190,7 +190,6 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
         "params-norm": record.get("params_norm"),
         **{tag: record.get(key) for key, tag in EXPERT_TAGS.items()},
     }
-    return {tag: value for tag, value in tags.items() if value is not None}
 
 
 class TensorBoard:
