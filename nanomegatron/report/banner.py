@@ -152,9 +152,7 @@ def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> I
 def epochs_text(dataset: Any) -> str:
     """Say how often the samples of a dataset go through its text, if more than once and known."""
     epochs = getattr(dataset, "epochs", 1)  # not known of blends and packs
-    if epochs == 1:
-        return ""
-    return f" ({epochs} epochs)"
+    return f" ({epochs} epochs)" * (epochs != 1)
 
 
 def commit() -> str:

@@ -52,6 +52,5 @@ def evaluate(run: Training, stopped: Callable[[], bool], split: str = "validatio
     loss = loss / max(tokens, 1)
     length = run.data.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
-    consumed = run.progress.consumed_samples
-    run.log.evaluation(iteration, split, loss, bpb, consumed, config.run.eval_iters)
+    run.log.evaluation(iteration, split, loss, bpb, run.progress.consumed_samples, config.run.eval_iters)
     run.progress.evaluated = iteration
