@@ -11,9 +11,10 @@ The trace is in Chrome's format, which https://ui.perfetto.dev opens: a process 
 and one for the messages of each other rank, arrows from the op that sends to the op that receives.
 """
 
+import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,12 +65,8 @@ class Recording:
     def timelines(self) -> tuple[Timeline, Timeline]:
         """Return the planned and the measured timeline of the ranks drawn; rows are numbered from 0."""
         runs = [[e._replace(rank=row) for e in self.events[rank]] for row, rank in enumerate(self.drawn)]
-        took: dict[tuple[str, int], list[float]] = {}
-        for rank, events in zip(self.drawn, runs):
-            for event in events:
-                stage = self.placed[rank // self.apart][event.op.chunk]
-                took.setdefault((event.op.kind, stage), []).append(event.end - event.start)
-        costs = {key: statistics.median(times) for key, times in took.items()}
+        stages = [self.placed[rank // self.apart] for rank in self.drawn]
+        costs = medians(itertools.chain(*runs), lambda e: (e.op.kind, stages[e.rank][e.op.chunk]))
         copies = len(self.drawn) // len(self.lists)  # dp ranks: all do the same ops, without messages
         planned = simulate(self.lists * copies, self.placed * copies, costs)
         runs = [[e._replace(start=e.start - self.first, end=e.end - self.first) for e in run] for run in runs]
@@ -86,6 +83,14 @@ class Recording:
             users = {x.uses: event for event, x in zip(events, exchanges[rank // self.apart])}
             for message, time in arrivals.items():
                 yield message, senders[self.sender(rank, message), message], time, users[message]
+
+
+def medians(events: Iterable[Event], key: Callable[[Event], tuple]) -> dict[tuple, float]:
+    """Return the median time of the ops that have a key, for each key."""
+    took: dict[tuple, list[float]] = {}
+    for event in events:
+        took.setdefault(key(event), []).append(event.end - event.start)
+    return {key: statistics.median(times) for key, times in took.items()}
 
 
 def op_name(op: Op) -> str:
@@ -113,13 +118,11 @@ def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) 
 
     Times are of the pipeline's ops: a step's reduction of gradients and its optimizer are not recorded.
     """
-    took: dict[int, dict[str, list[float]]] = {}
-    for event in measured.events:
-        took.setdefault(event.rank, {}).setdefault(event.op.kind, []).append(event.end - event.start)
+    took = medians(measured.events, lambda e: (e.rank, e.op.kind))
     costs = []
-    for row, kinds in took.items():
-        medians = [f"{kind} {statistics.median(times):.3g}" for kind, times in kinds.items()]
-        costs.append(f"rank {recording.drawn[row]} {', '.join(medians)}")
+    for row, rank in enumerate(recording.drawn):
+        words = [f"{kind} {time:.3g}" for (at, kind), time in took.items() if at == row]
+        costs.append(f"rank {rank} {', '.join(words)}")
     found = [w for w in waits(recording, planned, measured) if w.length > SHORT * measured.total]
     shown = list(dict.fromkeys(found[:3] + sorted(found, key=lambda wait: wait.planned - wait.length)[:1]))
     most = max((wait.length - wait.planned for wait in shown), default=0.0)
