@@ -20,13 +20,12 @@ DEAD = dict(facecolor="black", edgecolor="#8c8c8c", hatch="////", linewidth=0)  
 LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over which steps are averaged
 
 
-def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
+def plot_loss(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/loss.png: training loss, thin for each step and smoothed; validation; below the learning rate.
 
     Returns its path; None, with a line to `say`, if there is nothing to draw. Raises ImportError without
     matplotlib.
     """
-    folder = Path(run_folder)
     figure = canvas("loss.png", (8, 5.2), dpi=100)
     steps, losses, rates = _series(folder / "metrics.jsonl", "lm_loss", "lr")
     if not np.isfinite(losses).any():
@@ -94,14 +93,13 @@ def _mark_checkpoints(axes: Any, log: Path) -> None:
         axes.plot(sorted(saved), [0.02] * len(saved), "^", markersize=5, label="checkpoint", **look)
 
 
-def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
+def plot_experts(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/experts.png from experts.jsonl: a panel per layer, experts over steps, tokens as colour.
 
     White is an even share of tokens, red is up to four times more, blue up to four times less, hatched black
     no token at all. Of many layers a selection at equal distances is shown. Returns the path; None, with a
     line to `say`, and raises ImportError, as `plot_loss`.
     """
-    folder = Path(run_folder)
     records = read_jsonl(folder / "experts.jsonl")
     found = [key for key in (records[0] if records else ()) if key.endswith("/tokens")]
     if not found:
