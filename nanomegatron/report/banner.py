@@ -157,8 +157,7 @@ def epochs_text(dataset: Any) -> str:
 
 def commit() -> str:
     """The checkout's commit, ending in "-dirty" with uncommitted changes; "unknown" outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     except OSError:

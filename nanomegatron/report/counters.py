@@ -61,7 +61,6 @@ class Fp8Stats(Observer):
         pp = run.mesh.pp
         self.run = run
         self.scales = scales
-        self.world = run.mesh.world
         self.device = scales.history.device
         self.counting = False
         texts = all_gather_text("\n".join(scales.layers), pp, self.device)
@@ -112,8 +111,8 @@ class Fp8Stats(Observer):
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
         if recipe.keeps_history and not scales.no_history_yet:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale
-        amax, scale = all_reduce_(most, self.world, "max")
-        values, saturated, underflow = all_reduce_(self.counts, self.world)
+        amax, scale = all_reduce_(most, self.run.mesh.world, "max")
+        values, saturated, underflow = all_reduce_(self.counts, self.run.mesh.world)
         for i, role in enumerate(ROLES):
             of = slice(i, None, len(ROLES))
             now = fp8_scale(amax[of], recipe.limit(role), recipe.power_of_two)[0]
@@ -178,9 +177,11 @@ class ExpertLoad(Observer):
         experts = self.config.num_experts
         tokens, dropped, losses = row[:experts], row[experts : 2 * experts], row[2 * experts :]
         total = max(sum(tokens), 1.0)
-        found = dict(zip(self.losses, losses, strict=True))
-        share, lost = max(tokens) * experts / total, sum(dropped) / total
-        return {"moe_load_imbalance": share, "moe_dropped_share": lost} | found
+        return {
+            "moe_load_imbalance": max(tokens) * experts / total,
+            "moe_dropped_share": sum(dropped) / total,
+            **dict(zip(self.losses, losses, strict=True)),
+        }
 
     def means(self, table: list[list[float]]) -> dict[str, float]:
         """Return the means of `numbers` over all layers with experts. table: on the host."""
