@@ -49,8 +49,11 @@ class RecordedRun(NamedTuple):
         line = [(tokens, r["lm_loss"]) for tokens, r in self.steps.items() if math.isfinite(r["lm_loss"])]
         size = math.ceil(len(line) / POINTS) or 1
         groups = [zip(*line[i : i + size], strict=True) for i in range(0, len(line), size)]
-        held_out = [(r["tokens"], r["lm_loss"]) for r in self.evals if r["split"] == "validation"]
-        dots = [dot for dot in held_out if math.isfinite(dot[1])]
+        dots = [
+            (r["tokens"], r["lm_loss"])
+            for r in self.evals
+            if r["split"] == "validation" and math.isfinite(r["lm_loss"])
+        ]
         return self.name, [tuple(map(statistics.fmean, group)) for group in groups], dots
 
 
@@ -157,10 +160,12 @@ def settings_table(runs: Sequence[RecordedRun]) -> Table:
 def evaluation_table(runs: Sequence[RecordedRun]) -> Table:
     """Return all evaluations of all runs."""
     forms = {"iteration": ".0f", "lm_loss": ".6f", "ppl": ".5g", "bits_per_byte": ".4f"}
-    table = [["evaluations", "split", "step", "loss", "perplexity", "bits per byte"]]
-    for name, r in ((run.name, r) for run in runs for r in run.evals):
-        table.append([name, r["split"], *(number(r.get(key), form) for key, form in forms.items())])
-    return table
+    rows = [
+        [run.name, r["split"], *(number(r.get(key), form) for key, form in forms.items())]
+        for run in runs
+        for r in run.evals
+    ]
+    return [["evaluations", "split", "step", "loss", "perplexity", "bits per byte"], *rows]
 
 
 def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
@@ -196,8 +201,7 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
 def result_settings(run: RecordedRun) -> tuple[Any, ...]:
     """Return the settings that decide losses in exact arithmetic: those of any layout."""
     config, lengths = run.config, (run.config.run.train_iters, run.config.run.seed)
-    data = replace(config.data, micro_batch_size=1)
-    return config.model, config.precision, config.optimizer, data, lengths
+    return config.model, config.precision, config.optimizer, replace(config.data, micro_batch_size=1), lengths
 
 
 def relative_gap(a: float, b: float) -> float:
