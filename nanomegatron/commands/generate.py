@@ -85,13 +85,12 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         args.sampling = args.sampling._replace(stops=stops_of(args.load, tokenizer))
         if args.tokenizer_hf_no_include_special_tokens:
             tokenizer.include_special_tokens(False)
-        special = args.parse_special_tokens
-        if special and not isinstance(tokenizer, TikTokenizer | HuggingFaceTokenizer):
+        if args.parse_special_tokens and not isinstance(tokenizer, TikTokenizer | HuggingFaceTokenizer):
             raise ValueError(
                 f"--parse-special-tokens: {tokenizer.spec['type']} has none in a text; leave it out"
             )
         args.encode = lambda prompt: prompt_ids(
-            tokenizer, tokenizer.encode_many([prompt], special)[0].tolist()
+            tokenizer, tokenizer.encode_many([prompt], args.parse_special_tokens)[0].tolist()
         )
         for note in around_a_prompt(tokenizer):
             say(note)
@@ -154,11 +153,10 @@ def load_hf_model(
 ) -> tuple[ModelChunks, Tokenizer, Config]:
     """The same for a Hugging Face folder, without conversion. Raises ValueError."""
     config = build_config(read_folder(root)[1])
-    vocab_size = config.data.vocab_size
-    model = new_model(config, mesh, vocab_size)
-    for note in load_weights(root, model.parameters(), config.model, vocab_size):
+    model = new_model(config, mesh, config.data.vocab_size)
+    for note in load_weights(root, model.parameters(), config.model, config.data.vocab_size):
         say(note)
-    return model, given or folder_tokenizer(Path(root), vocab_size), config
+    return model, given or folder_tokenizer(Path(root), config.data.vocab_size), config
 
 
 def load_megatron_model(
