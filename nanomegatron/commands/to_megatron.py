@@ -88,8 +88,9 @@ def command(config: Config) -> tuple[list[list[str]], list[str]]:
     data, model, parallel = config.data, config.model, config.parallel
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     if model.num_experts and not model.disable_bias_linear and etp > 1:
-        why = "Megatron-LM has biases of experts only with 1"
-        lacking.append(f"{spelled('expert_tensor_parallel_size', etp)}: {why}")
+        lacking.append(
+            f"{spelled('expert_tensor_parallel_size', etp)}: Megatron-LM has biases of experts only with 1"
+        )
     if data.tokenizer_type is None and data.vocab_size is None:
         lacking.append("--tokenizer-type: the one that made the data (its .json says which) is to be added")
     elif data.tokenizer_type in (None, "NullTokenizer"):
@@ -124,14 +125,14 @@ def _translated(name: str, value: Any, config: Config) -> tuple[list[str], str]:
     words += map(_number, () if isinstance(value, bool) else items(value))
     match name, value:
         case (
-            ("num_virtual_stages_per_pipeline_rank", 1)
+            ("num_query_groups", config.model.num_attention_heads)
+            | ("num_virtual_stages_per_pipeline_rank", 1)
             | ("pipeline_schedule", "1f1b" | "interleaved")
             | ("ckpt_format", "sharded")
         ):
             return [], ""
         case "num_query_groups", _:
-            equal = value == config.model.num_attention_heads
-            return ([], "") if equal else (["--group-query-attention", *words], "")
+            return ["--group-query-attention", *words], ""
         case "train_iters", _ if config.run.train_samples:
             return [], ""
         case "window_size", _:
