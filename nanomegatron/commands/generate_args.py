@@ -29,8 +29,11 @@ def main(argv: list[str]) -> int:
 
 def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
-    example = "example: nanomegatron generate --load runs/python --prompt 'def '"
-    parser = CommandParser(prog="nanomegatron generate", description="Continue a text.", epilog=example)
+    parser = CommandParser(
+        prog="nanomegatron generate",
+        description="Continue a text.",
+        epilog="example: nanomegatron generate --load runs/python --prompt 'def '",
+    )
     add = parser.add_argument
     add("--load", required=True, help="folder of a run, runs/NAME, of checkpoints or of a Hugging Face model")
     add("--ckpt-step", type=int, help="iteration to load; default the newest")

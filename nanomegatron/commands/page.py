@@ -22,14 +22,13 @@ def run_page(
     names = [name for name, _, _ in curves]
     ends = "; ".join(f"{name} ends at {line[-1][1]:.4f}" for name, line, _ in curves if line)
     parts = [*map(html_table, tables), *(part for folder in folders for part in _run_parts(folder))]
-    values = {
-        "title": escape(" and ".join(names) if len(names) < 3 else f"{len(names)} runs"),
-        "words": "".join(f"<p>{escape(text)}</p>\n" for text in words),
-        "picture": _picture(picture, f"Loss over tokens: {ends}") * bool(picture),
-        "body": "\n".join(parts),
-    }
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return string.Template(template).substitute(values)
+    return string.Template(template).substitute(
+        title=escape(" and ".join(names) if len(names) < 3 else f"{len(names)} runs"),
+        words="".join(f"<p>{escape(text)}</p>\n" for text in words),
+        picture=_picture(picture, f"Loss over tokens: {ends}") * bool(picture),
+        body="\n".join(parts),
+    )
 
 
 def html_table(table: Table) -> str:

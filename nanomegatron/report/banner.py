@@ -203,8 +203,10 @@ def cp_text(config: Config) -> str:
     types = parallel.cp_types(total)
     sizes = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
     how = {"p2p": "ring", "a2a": "heads", "allgather": "all keys", "a2a+p2p": f"heads, ring: {sizes}"}
-    counts = Counter(types).items()
-    parts = [f"{name} ({how[name]})" + f" in {n} of {total} layers" * (n < total) for name, n in counts]
+    parts = [
+        f"{name} ({how[name]})" + f" in {n} of {total} layers" * (n < total)
+        for name, n in Counter(types).items()
+    ]
     gathered = sum("p2p" in name and w is not None for name, w in zip(types, model.windows, strict=True))
     rest = f" | {gathered} of {total} layers with a window: keys gathered, no ring" * (gathered > 0)
     return f"zigzag over {parallel.context_parallel_size} ranks by {', '.join(parts)}{rest}"
@@ -228,9 +230,13 @@ def batch_text(config: Config) -> str:
     data, dp = config.data, config.parallel.data_parallel_size
     micro, batch = data.micro_batch_size, data.global_batch_size
     if not data.variable_seq_lengths:
-        each = f"{micro} x {batch // micro // dp} microbatches x dp {dp}"
-        return f"samples of {data.seq_length} tokens | batch {batch} = {each}"
+        return (
+            f"samples of {data.seq_length} tokens | "
+            f"batch {batch} = {micro} x {batch // micro // dp} microbatches x dp {dp}"
+        )
     ranks = Ranks.from_config(config)
     groups = " or ".join(map(str, ranks.sizes))
-    packs = f"in packs of up to {ranks.room(1)} tokens a rank, each on {groups} of dp {dp} x cp {ranks.cp}"
-    return f"documents of up to {data.seq_length} tokens | batch {batch} {packs}"
+    return (
+        f"documents of up to {data.seq_length} tokens | batch {batch} in packs of up to {ranks.room(1)} "
+        f"tokens a rank, each on {groups} of dp {dp} x cp {ranks.cp}"
+    )

@@ -87,9 +87,10 @@ class Traffic(AxisObserver):
 def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
     """Return a step's counts (`Traffic.end_step`) as lines of a table, one per kind of communication."""
     kinds = sorted({key[:2] for key in traffic})
-    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
     return [
-        f"{axis:>6} {kind:<14} {calls:6d} calls {size_text(size)} a step" for axis, kind, calls, size in rows
+        f"{axis:>6} {kind:<14} {traffic[axis, kind, 'calls']:6d} calls "
+        f"{size_text(traffic[axis, kind, 'bytes'])} a step"
+        for axis, kind in kinds
     ]
 
 
