@@ -13,17 +13,14 @@
 // number of this update, from 1), values (lr, decoupled lr, decay), grad_scale, skip (not 0: only a copy in
 // E4M3 and its amax are updated, from the unchanged w).
 //
-// The main parameters are fp32, with a 16-bit copy if wanted; or they are split in two halves: `params`
-// (bf16) is the upper half, rounded half away from zero, `main` the lower half, a signed 16-bit integer, so
-// that (params << 16) + main are the 32 bits (as Megatron's store_param_remainders has it; a NaN is made
-// quiet). A copy in E4M3 beside fp32 is fp8(bf16(w) * scale), saturating, equal to the cast of a bf16 copy,
-// with a scale and an amax per segment, fp32 on the device: a segment is then one parameter or a part of it,
-// which has one scale, and amax = max(amax, |bf16(w)|) of the new w. Moments are fp32 or bf16, rounded to
-// nearest or, given a seed, stochastically: up with the probability that keeps the mean.
+// The main parameters are fp32, with a copy in 16 bits or E4M3 if wanted. A copy in E4M3 is
+// fp8(bf16(w) * scale), saturating, equal to the cast of a bf16 copy, with a scale and an amax per segment,
+// fp32 on the device: a segment is then one parameter or a part of it, which has one scale, and
+// amax = max(amax, |bf16(w)|) of the new w. Moments are fp32 or bf16, rounded to nearest.
 //
 // Bytes an element, fp32 moments and gradients: 30 with a copy (4 + 12 read, 12 + 2 written), 29 with one in
-// E4M3 (skipped: 4 read, 1 written), 28 without; bf16 moments and remainders: 20 (4 + 8 read, 8 written).
-// Squares: those of the gradients, once.
+// E4M3 (skipped: 4 read, 1 written), 28 without; bf16 moments and a copy: 22 (4 + 8 read,
+// 10 written). Squares: those of the gradients, once.
 
 #include "fp8.cuh"
 
@@ -98,36 +95,12 @@ struct Scalars {
 struct Hyper {
     double log_beta1, log_beta2;
     float beta1, beta2, rest1, rest2, eps;  // rest: 1 - beta
-    int64_t seed;                           // below 0: to nearest
 };
 
 struct Now {
     float scale, rate, root, eps, decay;  // of this step, with the bias corrections in rate and root
     float cast;                           // the scale of a copy in E4M3
-    uint32_t key;
 };
-
-// All bits of x decide all bits of the result (MurmurHash3's finalizer).
-__device__ __forceinline__ uint32_t mixed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x85ebca6bu;
-    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-    return x ^ (x >> 16);
-}
-
-__device__ __forceinline__ uint32_t mixed(int64_t x, uint32_t key) {
-    return mixed(static_cast<uint32_t>(x) ^ mixed(static_cast<uint32_t>(x >> 32) ^ key));
-}
-
-template <typename T>
-__device__ __forceinline__ T rounded(float x, bool random, uint32_t bits) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        const uint32_t u = __float_as_uint(x);
-        if (random && (u & 0x7f800000u) != 0x7f800000u) {  // neither infinite nor NaN
-            return __ushort_as_bfloat16(static_cast<unsigned short>((u + (bits & 0xffffu)) >> 16));
-        }
-    }
-    return from_float<T>(x);
-}
 
 struct Flat {
     void *main, *params;
@@ -179,29 +152,6 @@ struct Cast : Whole<K> {
     }
 };
 
-template <int K>
-struct Halves {
-    Pack<uint16_t, K> upper, lower;
-
-    __device__ __forceinline__ void read(const Flat& flat, int64_t i) {
-        upper = load<uint16_t, K>(flat.params, i);
-        lower = load<uint16_t, K>(flat.main, i);
-    }
-    __device__ __forceinline__ float get(int k) const {
-        const int low = static_cast<int16_t>(lower.values[k]);
-        return __uint_as_float((static_cast<uint32_t>(upper.values[k]) << 16) + static_cast<uint32_t>(low));
-    }
-    __device__ __forceinline__ void set(int k, float x) {
-        const uint32_t bits = isnan(x) ? 0x7fc00000u : __float_as_uint(x);  // 0x7fffffff would round to -0
-        lower.values[k] = static_cast<uint16_t>(bits);
-        upper.values[k] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    }
-    __device__ __forceinline__ void write(const Flat& flat, int64_t i, const Now&) const {
-        store(flat.params, i, upper);
-        store(flat.main, i, lower);
-    }
-};
-
 // K neighbouring elements: read, worked on, written.
 template <template <int> class Main, typename G, typename M, typename V, int K>
 struct Elements {
@@ -218,7 +168,6 @@ struct Elements {
     }
 
     __device__ __forceinline__ void update(const Flat& flat, int64_t i, const Now& now, const Hyper& hyper) {
-        const bool random = hyper.seed >= 0;
 #pragma unroll
         for (int k = 0; k < K; ++k) {
             const float g = grad[k] / now.scale;
@@ -226,9 +175,8 @@ struct Elements {
                 fmaf(hyper.rest1, g, hyper.beta1 * exp_avg[k]);  // spelled out: alike in all variants
             const float v = fmaf(hyper.rest2 * g, g, hyper.beta2 * exp_avg_sq[k]);
             main.set(k, fmaf(main.get(k), now.decay, -now.rate * m / fmaf(sqrtf(v), now.root, now.eps)));
-            const uint32_t bits = random ? mixed(i + k, now.key) : 0;
-            exp_avg.values[k] = rounded<M>(m, random, bits);
-            exp_avg_sq.values[k] = rounded<V>(v, random, bits >> 16);
+            exp_avg.set(k, m);
+            exp_avg_sq.set(k, v);
         }
         main.write(flat, i, now);
         store(flat.exp_avg, i, exp_avg);
@@ -258,7 +206,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     now.root = rsqrtf(static_cast<float>(corrections[1]));
     now.eps = hyper.eps;
     now.decay = own.kind & 2 ? 1.0f - lr * scalars.values[2] : 1.0f;
-    now.key = mixed(hyper.seed, mixed(static_cast<uint32_t>(*scalars.step)));
     if constexpr (CAST) now.cast = flat.scale[own.segment];
     unsigned largest = 0;
     auto note = [&](const auto& elements, int size) {
@@ -367,8 +314,8 @@ void with_fp32_or_bf16(int type, Body body) {
 
 void adamw(Address main, Address params, Address grads, Address exp_avg, Address exp_avg_sq, Address table,
            int64_t count, int64_t blocks, int64_t chunk, Address step, Address values, Address grad_scale,
-           Address skip, double beta1, double beta2, double eps, int64_t seed, int remainders, int copy,
-           int grad_type, int avg_type, int avg_sq_type, Address scale, Address amax, Address stream) {
+           Address skip, double beta1, double beta2, double eps, int copy, int grad_type, int avg_type,
+           int avg_sq_type, Address scale, Address amax, Address stream) {
     if (blocks == 0) return;
     const Flat flat{main, params, grads, exp_avg, exp_avg_sq, copy, scale, amax};
     const Scalars scalars{step, values, grad_scale, skip};
@@ -378,8 +325,7 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
                       static_cast<float>(beta2),
                       static_cast<float>(1.0 - beta1),
                       static_cast<float>(1.0 - beta2),
-                      static_cast<float>(eps),
-                      seed};
+                      static_cast<float>(eps)};
     const bool whole = aligned(main.value) && aligned(params.value) && aligned(grads.value) &&
                        aligned(exp_avg.value) && aligned(exp_avg_sq.value);
     const auto grid = static_cast<unsigned>(blocks);
@@ -389,9 +335,7 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
                 using G = decltype(grad);
                 using M = decltype(avg);
                 using V = decltype(avg_sq);
-                auto* kernel = remainders     ? &adamw_update<Halves, G, M, V>
-                               : copy == E4M3 ? &adamw_update<Cast, G, M, V>
-                                              : &adamw_update<Whole, G, M, V>;
+                auto* kernel = copy == E4M3 ? &adamw_update<Cast, G, M, V> : &adamw_update<Whole, G, M, V>;
                 launch(kernel, grid, THREADS, 0, stream, flat, table, static_cast<int>(count), chunk, whole,
                        scalars, hyper);
             });

@@ -56,8 +56,8 @@ void cross_entropy_grad(Address out, Address logits, Address labels, Address lse
 // adamw.cu
 void adamw(Address main, Address params, Address grads, Address exp_avg, Address exp_avg_sq, Address table,
            int64_t count, int64_t blocks, int64_t chunk, Address step, Address values, Address grad_scale,
-           Address skip, double beta1, double beta2, double eps, int64_t seed, int remainders, int copy,
-           int grad_type, int avg_type, int avg_sq_type, Address scale, Address amax, Address stream);
+           Address skip, double beta1, double beta2, double eps, int copy, int grad_type, int avg_type,
+           int avg_sq_type, Address scale, Address amax, Address stream);
 void sums_of_squares(Address out, Address partial, Address x, Address table, int64_t count, int64_t blocks,
                      int64_t chunk, int type, Address stream);
 

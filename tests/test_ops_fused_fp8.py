@@ -170,7 +170,7 @@ def check_adamw(case) -> None:
     for skipped in (True, False):
         before = [x.clone() for x in s.tensors]
         if skipped:
-            adamw_flat_(s, segments, none, hyper, seed=3)
+            adamw_flat_(s, segments, none, hyper)
         else:
             cast_flat_(s.main, s.params, segments, s.scale, s.amax)
         check_copy(s, segments, before)

@@ -76,9 +76,8 @@ class Segments:
 class FlatState:
     """The tensors that one update reads and writes, all flat and of one length.
 
-    main: the main parameters in fp32; `params`, if not None, is a copy in bf16, fp16 or E4M3. Or int16: the
-    lower halves of fp32 main parameters, whose upper halves, rounded to nearest, are `params` in bf16: 4
-    bytes per parameter instead of 6, for the same values. Moments and gradients are fp32 or bf16.
+    main: the main parameters in fp32; `params`, if not None, is a copy in bf16, fp16 or E4M3. Moments and
+    gradients are fp32 or bf16.
 
     scale, amax: only for a copy in E4M3, fp32 `[segments]` (so segments must not be merged). The copy is
     fp8(bf16(w) * scale), equal to the cast of a bf16 copy; amax becomes max(amax, new |bf16(w)|), for the
@@ -99,56 +98,42 @@ class FlatState:
         return self.main, self.params, self.grads, self.exp_avg, self.exp_avg_sq
 
 
-def join_halves(params: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """Join the upper halves (bf16) and lower halves (int16): params, remainders `[n]` -> fp32 `[n]`"""
-    return ((params.view(torch.int16).int() << 16) + remainders.int()).view(torch.float32)
-
-
-def split_halves(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split main fp32 `[n]` -> bf16 `[n]`, to nearest (ties away from 0), and int16 `[n]`, the exact rest."""
-    bits = main.where(~main.isnan(), main.new_full((), float("nan"))).view(torch.int32)
-    remainders = bits.to(torch.int16)  # keeps the lower half
-    return ((bits - remainders) >> 16).to(torch.int16).view(torch.bfloat16), remainders
-
-
 def adamw_flat_(
     state: FlatState,
     segments: Segments,
     numbers: tuple[torch.Tensor, ...],
     hyper: tuple[float, float, float],
-    seed: int = -1,
 ) -> None:
     """One AdamW step over the segments of a flat shard, in place, in one launch.
 
     numbers `[]` or `[3]`: (step, values, grad_scale, skip), fp32 on the device. step: the number of this
     update, from 1; values, `[3]`: the two learning rates and the weight decay; grad_scale divides the
     gradients; skip: if not 0, only a copy in E4M3 (its scale may be new) and its amax are updated. hyper:
-    (beta1, beta2, eps). seed: if >= 0, moments in bf16 are rounded stochastically, without bias, by a hash
-    of (seed, step, index); else to nearest.
+    (beta1, beta2, eps).
     Raises ValueError for other shapes, types or devices. See `adamw_flat_ref_`.
     """
     main, params, *others = state.tensors
     segments.check(*(x for x in state.tensors if x is not None))
     kept = (torch.float32, torch.bfloat16)
-    pair = main.dtype, None if params is None else params.dtype
-    whole = main.dtype == torch.float32 and pair[1] in (None, torch.bfloat16, torch.float16, FP8)
-    if not (whole or pair == (torch.int16, torch.bfloat16)) or any(x.dtype not in kept for x in others):
+    copy = None if params is None else params.dtype
+    fits = main.dtype == torch.float32 and copy in (None, torch.bfloat16, torch.float16, FP8)
+    if not fits or any(x.dtype not in kept for x in others):
         raise ValueError(
-            f"main, params, gradients, moments {[*pair, *(x.dtype for x in others)]}: must be fp32 and "
-            "16 bits, E4M3 or nothing, or int16 and bf16; the others fp32 or bf16"
+            f"main, params, gradients, moments {[main.dtype, copy, *(x.dtype for x in others)]}: must be "
+            "fp32 and 16 bits, E4M3 or nothing; the others fp32 or bf16"
         )
-    casts = (state.scale, state.amax) if pair[1] == FP8 else ()
+    casts = (state.scale, state.amax) if copy == FP8 else ()
     shapes = (), (3,), (), (), *((len(segments.ranges),) for _ in casts)
     for x, shape in zip((*numbers, *casts), shapes, strict=True):
         kind = None if x is None else (x.shape, x.dtype, x.device, x.is_contiguous())
         if kind != (shape, torch.float32, main.device, True):
             raise ValueError(f"numbers, scale, amax {kind}: must be fp32 {list(shape)} on {main.device}")
     if not usable(state.grads, "adamw"):
-        adamw_flat_ref_(state, segments, numbers, hyper, seed)
+        adamw_flat_ref_(state, segments, numbers, hyper)
         return
     sizes = len(segments.ranges), segments.blocks, CHUNK
-    types = int(not whole), -1 if params is None else TYPES[params.dtype], *(TYPES[x.dtype] for x in others)
-    arguments = *sizes, *numbers, *hyper, seed, *types, state.scale, state.amax
+    types = -1 if params is None else TYPES[params.dtype], *(TYPES[x.dtype] for x in others)
+    arguments = *sizes, *numbers, *hyper, *types, state.scale, state.amax
     launch_kernel("adamw", *state.tensors, segments.table, *arguments)
 
 
@@ -160,58 +145,27 @@ def cast_flat_(
     adamw_flat_(state, segments, (one[0], one, one[0], one[0]), (0.9, 0.95, 1e-8))
 
 
-def adamw_flat_ref_(state: FlatState, segments: Segments, numbers, hyper, seed: int = -1) -> None:
+def adamw_flat_ref_(state: FlatState, segments: Segments, numbers, hyper) -> None:
     """`adamw_flat_` in plain torch: specification and oracle (arXiv 1711.05101)."""
     step, values, grad_scale, skip = numbers
     beta1, beta2, eps = hyper
     unbias1, unbias2 = (1 - beta ** step.double() for beta in (beta1, beta2))  # in fp32 off by up to 5e-5
     for start, stop, kind in () if skip else segments.ranges:
-        main, params, grads, *moments = (x if x is None else x[start:stop] for x in state.tensors)
+        main, params, grads, exp_avg, exp_avg_sq = (x if x is None else x[start:stop] for x in state.tensors)
         lr, decay = values[kind & DECOUPLED], values[2] if kind & DECAY else 0.0
-        halves = main.dtype == torch.int16
-        p, g = join_halves(params, main) if halves else main.float(), grads.float() / grad_scale
-        m = moments[0].float() * beta1 + g * (1 - beta1)
-        v = moments[1].float() * beta2 + g * g * (1 - beta2)
-        p = p * (1 - lr * decay) - lr * (m / unbias1) / ((v / unbias2).sqrt() + eps)
-        noise = _hashed(seed, step, start, stop) if seed >= 0 else None
-        for kept, new, shift in zip(moments, (m, v), (0, 16)):
-            kept.copy_(
-                new if noise is None or kept.dtype != torch.bfloat16 else _at_random(new, noise >> shift)
-            )
-        if halves:
-            p, remainders = split_halves(p)
-            main.copy_(remainders)
-        else:
-            main.copy_(p)
+        g = grads.float() / grad_scale
+        m = exp_avg.float() * beta1 + g * (1 - beta1)
+        v = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
+        p = main * (1 - lr * decay) - lr * (m / unbias1) / ((v / unbias2).sqrt() + eps)
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        main.copy_(p)
         if params is not None and params.dtype != FP8:
             params.copy_(p)
     for i, (start, stop, _) in enumerate(segments.ranges if state.amax is not None else ()):
         kept = state.main[start:stop].bfloat16()
         state.params[start:stop].copy_(fp8_cast_ref(kept, state.scale[i], FP8))
         fp8_amax(kept, state.amax[i])
-
-
-def _at_random(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Stochastic rounding of x from fp32 to bf16, by 16 random bits of `noise`."""
-    bits = x.view(torch.int32)
-    moved = ((bits + (noise & 0xFFFF).int()) >> 16).to(torch.int16).view(torch.bfloat16)
-    return moved.where(x.isfinite(), x.bfloat16())
-
-
-def _hashed(seed: int, step: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """32 random bits for each index from start to stop - 1."""
-    index = torch.arange(start, stop, device=step.device)
-    key = _mixed(step.long())
-    for number in (index.new_tensor(seed), index):
-        key = _mixed((number & 0xFFFFFFFF) ^ _mixed((number >> 32) ^ key))
-    return key
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finalizer, on int64."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def sums_of_squares(
