@@ -21,6 +21,7 @@ import hashlib
 import socket
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,7 @@ class Tracer(NoTracer):
         self.summary: list[str] = []
         self.attempt, self.title = attempt, title
         self._step: _Step | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by sender
+        self._streams = defaultdict(lambda: torch.cuda.Stream(mesh.device))  # by sender
 
     def begin(self, iteration: int, lists: list[list[Op]], placed: list[list[int]]) -> None:
         """Start a step whose ops are `lists` (`schedules.py`); call on all ranks before its first op."""
@@ -109,8 +110,6 @@ class Tracer(NoTracer):
         seem to arrive after those of other ranks that are still in flight.
         """
         if self._step and self.cuda:
-            if message.source not in self._streams:
-                self._streams[message.source] = torch.cuda.Stream(self.mesh.device)
             with torch.cuda.stream(stream := self._streams[message.source]):
                 for work in pending.works:
                     work.wait()
