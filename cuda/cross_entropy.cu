@@ -4,13 +4,13 @@
 //     labels [rows], counted from the first column here; one outside 0..columns-1 belongs to another rank
 //     1. maximum = max_c x[r][c]     total = sum_c exp(x[r][c] - maximum)
 //        target = x[r][label], or 0 if it is not here
-//        (between the two, Python makes lse = log sum exp over all ranks, and loss = lse - target + z lse^2)
-//     2. d loss / d x = grad[r] ((1 + 2 z lse[r]) exp(x[r][c] - lse[r]) - (c == label)), rounded once,
-//        and 0 in the padding columns; may be written over x
+//        (between the two, Python makes lse = log sum exp over all ranks, and loss = lse - target)
+//     2. d loss / d x = grad[r] (exp(x[r][c] - lse[r]) - (c == label)), rounded once, and 0 in the padding
+//        columns; may be written over x
 //
 // The naive loops, in fp32:
 //     for r, c:  maximum[r] = max(maximum[r], x[r][c])      for r, c:  total[r] += exp(x[r][c] - maximum[r])
-//     for r, c:  d[r][c] = grad[r] * ((1 + 2 * z * lse[r]) * exp(x[r][c] - lse[r]) - (c == label[r]))
+//     for r, c:  d[r][c] = grad[r] * (exp(x[r][c] - lse[r]) - (c == label[r]))
 //
 // Bytes in 16 bits a logit: 2 in the first pass (each thread keeps a running maximum and a sum that fits it,
 // and they are merged: one read; Milakov and Gimelshein, arXiv 1805.02867), 4 in the second. Exponentials are
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(THREADS, 4)
 
 // The inputs of one row's gradient.
 struct Row {
-    float grad, scale, lse;
+    float grad, lse;
     int label;  // -1: not here
 
     __device__ __forceinline__ float of(float x, bool labelled) const {
-        return grad * (scale * __expf(x - lse) - (labelled ? 1.0f : 0.0f));
+        return grad * (__expf(x - lse) - (labelled ? 1.0f : 0.0f));
     }
 };
 
@@ -119,8 +119,8 @@ struct Row {
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 5)
     cross_entropy_gradient(T* out, const T* logits, const int64_t* labels, const float* lse,
-                           const float* grad, float z, int64_t rows, int columns, int width,
-                           int64_t out_stride, int64_t stride) {
+                           const float* grad, int64_t rows, int columns, int width, int64_t out_stride,
+                           int64_t stride) {
     wait_for_previous_kernel();
     using P = Pack<T>;
     constexpr int STEP = THREADS * GRAD_UNROLL;
@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(THREADS, 5)
         const T* x = logits + r * stride;
         T* y = out + r * out_stride;
         const int64_t label = labels[r];
-        Row row{grad[r], 1.0f, lse[r], label >= 0 && label < columns ? static_cast<int>(label) : -1};
-        if (z != 0.0f) row.scale += 2.0f * z * row.lse;
+        const Row row{grad[r], lse[r], label >= 0 && label < columns ? static_cast<int>(label) : -1};
         const bool alike =
             ((reinterpret_cast<std::uintptr_t>(x) ^ reinterpret_cast<std::uintptr_t>(y)) & 15) == 0;
         const int head = alike ? before_packs(x, columns) : columns, packs = (columns - head) / P::size;
@@ -178,7 +177,7 @@ void cross_entropy_stats(Address out, Address logits, Address labels, int64_t ro
     check_launch("cross_entropy_stats");
 }
 
-void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad, double z,
+void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad,
                         int64_t rows, int64_t columns, int64_t width, int64_t out_stride, int64_t stride,
                         int type, Address stream) {
     if (rows * width == 0) return;
@@ -188,8 +187,7 @@ void cross_entropy_grad(Address out, Address logits, Address labels, Address lse
         const int64_t pieces = columns < 1 ? 1 : (columns + PIECE - 1) / PIECE;
         const dim3 blocks(static_cast<unsigned>(pieces), static_cast<unsigned>(rows < 65535 ? rows : 65535));
         launch(cross_entropy_gradient<T>, blocks, THREADS, 0, stream, out, logits, labels, lse, grad,
-               static_cast<float>(z), rows, static_cast<int>(columns), static_cast<int>(width), out_stride,
-               stride);
+               rows, static_cast<int>(columns), static_cast<int>(width), out_stride, stride);
     });
     check_launch("cross_entropy_grad");
 }

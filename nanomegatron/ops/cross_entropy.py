@@ -26,7 +26,7 @@ def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple
 
 
 def cross_entropy_grad_ref(
-    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, z_loss: float = 0.0
+    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
     """`cross_entropy_grad_` without padding columns, in plain torch: specification and oracle.
 
@@ -35,8 +35,6 @@ def cross_entropy_grad_ref(
     if logits.shape[-1] == 0:
         return logits
     result = (logits.float() - lse[:, None]).exp_()
-    if z_loss:
-        result.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
     here = (labels >= 0) & (labels < logits.shape[-1])
     column = labels.where(here, labels.new_zeros(()))[:, None]
     result.scatter_add_(-1, column, -here[:, None].to(result.dtype))
@@ -70,13 +68,12 @@ def cross_entropy_grad_(
     lse: torch.Tensor,
     grad: torch.Tensor,
     real: int | None = None,
-    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """grad * (exp(logits - lse) - onehot(labels)), in place; returns the logits, detached.
 
     logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
-    int64 `[t]`; lse, grad: `[t]` -> `[t, V]`. With `z_loss` the gradient of lse - target + z_loss * lse^2.
-    Autograd reports an error if these logits were saved for a backward.
+    int64 `[t]`; lse, grad: `[t]` -> `[t, V]`. Autograd reports an error if these logits were saved for a
+    backward.
     Raises ValueError for other shapes, types or devices.
     """
     check_logits(logits, labels, lse, grad)
@@ -85,7 +82,7 @@ def cross_entropy_grad_(
         raise ValueError(f"real {real}: of {logits.shape[1]} columns")
     if not usable(logits, "cross_entropy"):
         for x, *numbers in zip(*(t.split(CHUNK_TOKENS) for t in (logits, labels, lse, grad))):
-            x[:, :real] = cross_entropy_grad_ref(x[:, :real], *numbers, z_loss)
+            x[:, :real] = cross_entropy_grad_ref(x[:, :real], *numbers)
         logits[:, real:] = 0
         return logits
     if not _in_rows(logits):
@@ -94,7 +91,7 @@ def cross_entropy_grad_(
         )
     numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
     sizes = len(logits), real, logits.shape[1], logits.stride(0), logits.stride(0), TYPES[logits.dtype]
-    launch_kernel("cross_entropy_grad", logits, logits, *numbers, z_loss, *sizes)
+    launch_kernel("cross_entropy_grad", logits, logits, *numbers, *sizes)
     torch.autograd.graph.increment_version(logits)
     return logits
 
