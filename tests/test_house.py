@@ -19,7 +19,7 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2514           99            138      31      28      29
-commands            1004           36             70      26      11      21
+commands             988           36             69      26      11      22
 config              2307          108            138      10      39      53
 core                2936            3             97      20       7      26
 data                1668           67             79      19      13       9
@@ -27,10 +27,10 @@ debug                624           26             42       4       4      11
 fast                1757           89             69      32       9      12
 faults              1054           36             42       3       5      15
 launch               251            1             10       0       2       5
-ops                 1606           84            145      73       2      21
+ops                 1578           83            142      73       2      21
 plan                1179           91            106      12       7      26
 programs             573           10             31       0       9       6
-report              1713           62             72       5      12      20
+report              1662           61             71       6      10      20
 variants             214            2              3       0       0       2
 """
 
