@@ -170,7 +170,7 @@ def train(run: Training) -> int:
             skip = iteration in {*config.iterations_to_skip, *progress.skipped_iterations}
             step = None if skip else launch_step(run, reporter)
             progress.iteration = iteration
-            reporter.take(step)
+            reporter.advance(step)
             if skip:
                 count_skipped(run)
             do_what_is_due(run, reporter)

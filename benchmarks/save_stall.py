@@ -80,7 +80,7 @@ def step(run: Training) -> None:
     reporter = run.observers.find(Reporter)
     report = reporter.launch(train.train_step)
     run.progress.iteration += 1
-    reporter.take(report)
+    reporter.advance(report)
 
 
 def timed_steps(run: Training, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:

@@ -161,7 +161,7 @@ class OurSide:
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
             reports.append(reporter.launch(train.train_step))
             run.progress.iteration += 1
-            reporter.take(reports[-1])
+            reporter.advance(reports[-1])
         reporter.flush()
         return [report.read()["lm_loss"] for report in reports]
 

@@ -276,35 +276,6 @@ class AllToAllDispatch(TokenDispatch):
         return self.unpermute(y, dispatched.to_ranks)
 
 
-def accumulate_outer(
-    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
-) -> torch.Tensor | None:
-    """Accumulate a^T b of each expert's rows, a `[r, m]`, b `[r, n]` -> None, without a bucket `[e*m, n]`"""
-    if groups.one_kernel(a, a.shape[1], b.shape[1]):
-        return accumulate_grouped(weight, lambda: grouped_outer(a, b, groups))
-
-    def write(out: torch.Tensor, beta: int) -> None:
-        if beta == 0:
-            out.zero_()  # the experts without rows
-        grads = out.view(groups.experts, -1, b.shape[1])
-        for i, begin, end in groups.spans:
-            add_product(grads[i], a[begin:end], b[begin:end])
-
-    return accumulate(weight, write)
-
-
-def accumulate_grouped(weight: nn.Parameter, multiply: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Accumulate multiply() `[e, m, n]`, one grouped matmul -> None, without a bucket `[e*m, n]`
-
-    It runs now, and only the addition is deferred, where the matmul could run beside NCCL's kernels later:
-    its thread blocks need all multiprocessors at once, and would wait for NCCL's.
-    """
-    if is_deferred(weight):
-        return accumulate(weight, lambda out, beta: add_grouped_(out, multiply(), beta))
-    grad = multiply()
-    return accumulate(weight, lambda out, beta: add_grouped_(out, grad, beta))
-
-
 class GroupedLinearFunction(torch.autograd.Function):
     """Applies each expert's linear layer to its rows.
 
@@ -418,3 +389,32 @@ class GroupedExperts(nn.Module):
         if self.bias2 is None:
             return y
         return AddBiasFunction.apply(y, self.bias2 * (self.mesh.etp.rank == 0), offsets)
+
+
+def accumulate_outer(
+    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
+) -> torch.Tensor | None:
+    """Accumulate a^T b of each expert's rows, a `[r, m]`, b `[r, n]` -> None, without a bucket `[e*m, n]`"""
+    if groups.one_kernel(a, a.shape[1], b.shape[1]):
+        return accumulate_grouped(weight, lambda: grouped_outer(a, b, groups))
+
+    def write(out: torch.Tensor, beta: int) -> None:
+        if beta == 0:
+            out.zero_()  # the experts without rows
+        grads = out.view(groups.experts, -1, b.shape[1])
+        for i, begin, end in groups.spans:
+            add_product(grads[i], a[begin:end], b[begin:end])
+
+    return accumulate(weight, write)
+
+
+def accumulate_grouped(weight: nn.Parameter, multiply: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Accumulate multiply() `[e, m, n]`, one grouped matmul -> None, without a bucket `[e*m, n]`
+
+    A pipeline's queue defers matmul and addition. That of the experts' exchange defers the addition: beside
+    NCCL's kernels the matmul would wait for them, since its thread blocks need all multiprocessors at once.
+    """
+    if is_deferred(weight):
+        return accumulate(weight, lambda out, beta: add_grouped_(out, multiply(), beta))
+    grad = multiply()
+    return accumulate(weight, lambda out, beta: add_grouped_(out, grad, beta))

@@ -53,159 +53,6 @@ class RouterOutput(NamedTuple):
     token_mask: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
 
 
-def compute_logits(router: "Router", x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
-    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
-    logits = GateFunction.apply(x, router.weight, dtype).float()
-    return logits if router.bias is None else logits + router.bias.float()
-
-
-class GateFunction(torch.autograd.Function):
-    """x W^T, multiplied in `dtype`; x is saved in its own dtype. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
-        if dtype == torch.float32 and x.dtype != torch.float32:
-            return mm_in_fp32(x, weight.t())
-        y = x.to(dtype) @ weight.to(dtype).t()
-        return y.float() if dtype == torch.float64 else y  # the gradient, too, has this dtype
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        weight = ctx.weight
-        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:
-            parts = as_bf16_sum(grad)
-
-            def write_sum(out: torch.Tensor, beta: int) -> None:
-                add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
-
-            return parts @ weight.repeat(3, 1), accumulate(weight, write_sum), None
-
-        def write(out: torch.Tensor, beta: int) -> None:
-            add_product(out, grad, x.to(grad.dtype), beta)
-
-        return (grad @ weight.to(grad.dtype)).to(x.dtype), accumulate(weight, write), None
-
-
-def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of 16-bit matrices, at their speed on GPUs. a `[m, k]`, b `[k, n]` -> fp32 `[m, n]`"""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
-def choose_experts(
-    router: "Router", logits: torch.Tensor, batch: Batch, token_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
-
-    The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
-    false for padding, are for variants.
-    """
-    config = router.config
-    bias = router.expert_bias
-    sigmoid = config.moe_router_score_function == "sigmoid"
-    before = config.moe_router_pre_softmax
-    scores = logits
-    if sigmoid:
-        scores = logits.sigmoid()
-    elif before:
-        scores = logits.softmax(-1)
-    ids = router.best_experts(scores if bias is None else scores + bias, config)
-    probs = scores.gather(1, ids)
-    if sigmoid and config.moe_router_topk > 1:
-        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    elif not sigmoid and not before:
-        probs = probs.softmax(-1)
-    return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
-
-
-@torch.no_grad()
-def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """Return the k experts with the best scores. scores `[t, E]` -> ids `[t, k]`"""
-    return scores.topk(config.moe_router_topk).indices
-
-
-def aux_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
-
-    output: the router's, with the best by scores `[t, E]` as `best`; batch is for variants -> `[]`
-    """
-    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
-    # without sequence parallelism tp times the counts: tp ranks have the same tokens
-    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
-
-
-def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of E sum f_e P_e, the mean over the batch's columns, times all ranks' tokens.
-
-    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]`: copies on all ranks -> `[]`
-    """
-    columns, experts = counts.shape
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
-
-
-def z_loss(router: "Router", output: "RouterOutput", scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sum logsumexp(logits)^2 over this rank's tokens; as `aux_loss`. scores `[t, E]` are unused -> `[]`"""
-    squares = output.logits.logsumexp(-1, keepdim=True).square()
-    return (squares if output.token_mask is None else squares * output.token_mask).sum()
-
-
-def as_bf16_sum(grad: torch.Tensor) -> torch.Tensor:
-    """Split fp32 grad `[t, E]` in three bf16 parts that add up to it, to multiply it at bf16's speed.
-
-    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. -> bf16 `[t, 3*E]`
-    """
-    parts = []
-    for _ in range(3):
-        parts.append(grad.bfloat16())
-        grad = grad - parts[-1]
-    return torch.cat(parts, dim=1)
-
-
-class LossFunction(torch.autograd.Function):
-    """Returns probs `[t, k]` -> `[t, k]` unchanged, with `loss` attached for the backward.
-
-    loss `[]` gets the gradient scale `[]` there.
-    """
-
-    @staticmethod
-    def forward(ctx, probs: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.scale = scale.to(loss.dtype)
-        return probs.view_as(probs)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad, ctx.scale, None
-
-
-def count_copies(
-    ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Count the copies for each expert, by column of the batch. ids `[t, k]` -> int64 `[columns, E]`
-
-    The t tokens are `[s, columns]`, flattened. of `[t, k]` or `[t, 1]`: only copies where it is true count.
-    """
-    place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
-    ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
-    counts = ids.new_zeros(columns * experts).scatter_add_(0, place.flatten(), ones.flatten())
-    return counts.view(columns, experts)
-
-
-def loss_weights(config: TransformerConfig) -> dict[str, float]:
-    """Return the router losses in use, {name: weight}."""
-    kinds = [*config.moe_router_load_balancing_type, "z_loss"]
-    weights = zip(kinds, [*config.moe_aux_loss_coeff, config.moe_z_loss_coeff], strict=True)
-    return {kind: weight for kind, weight in weights if weight and kind not in ("sinkhorn", "none")}
-
-
-def expert_capacity(tokens: int, config: TransformerConfig) -> int:
-    """Return how many of a rank's `tokens` tokens an expert takes at most, with a capacity factor."""
-    return math.ceil(tokens * config.moe_router_topk / config.num_experts * config.moe_expert_capacity_factor)
-
-
 class Router(nn.Module):
     """Chooses the experts of this rank's tokens. x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`
 
@@ -217,11 +64,11 @@ class Router(nn.Module):
     In training aux_loss all-reduces counts `[E]` over tp and cp. Slots that `build.py` may fill stand first.
     """
 
-    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
-    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
-    best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
+    compute_logits: Callable[..., torch.Tensor]  # these four are functions below
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    best_experts: Callable[..., torch.Tensor]
+    loss_functions: dict[str, Callable]
     drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
-    loss_functions: dict[str, Callable] = {"aux_loss": aux_loss, "z_loss": z_loss}
     has_variants = False  # whether `build.pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -302,6 +149,165 @@ class Router(nn.Module):
         values = [self.loss_functions[name](self, output, scores, batch) for name in self.losses]
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
+
+
+def compute_logits(router: Router, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
+    logits = GateFunction.apply(x, router.weight, dtype).float()
+    return logits if router.bias is None else logits + router.bias.float()
+
+
+class GateFunction(torch.autograd.Function):
+    """x W^T, multiplied in `dtype`; x is saved in its own dtype. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
+        if dtype == torch.float32 and x.dtype != torch.float32:
+            return mm_in_fp32(x, weight.t())
+        y = x.to(dtype) @ weight.to(dtype).t()
+        return y.float() if dtype == torch.float64 else y  # the gradient, too, has this dtype
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:
+            parts = as_bf16_sum(grad)
+
+            def write_sum(out: torch.Tensor, beta: int) -> None:
+                add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
+
+            return parts @ weight.repeat(3, 1), accumulate(weight, write_sum), None
+
+        def write(out: torch.Tensor, beta: int) -> None:
+            add_product(out, grad, x.to(grad.dtype), beta)
+
+        return (grad @ weight.to(grad.dtype)).to(x.dtype), accumulate(weight, write), None
+
+
+def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of 16-bit matrices, at their speed on GPUs. a `[m, k]`, b `[k, n]` -> fp32 `[m, n]`"""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def choose_experts(
+    router: Router, logits: torch.Tensor, batch: Batch, token_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
+
+    The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
+    false for padding, are for variants.
+    """
+    config = router.config
+    bias = router.expert_bias
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    before = config.moe_router_pre_softmax
+    scores = logits
+    if sigmoid:
+        scores = logits.sigmoid()
+    elif before:
+        scores = logits.softmax(-1)
+    ids = router.best_experts(scores if bias is None else scores + bias, config)
+    probs = scores.gather(1, ids)
+    if sigmoid and config.moe_router_topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    elif not sigmoid and not before:
+        probs = probs.softmax(-1)
+    return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
+
+
+@torch.no_grad()
+def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return the k experts with the best scores. scores `[t, E]` -> ids `[t, k]`"""
+    return scores.topk(config.moe_router_topk).indices
+
+
+def aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
+
+    output: the router's, with the best by scores `[t, E]` as `best`; batch is for variants -> `[]`
+    """
+    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
+    # without sequence parallelism tp times the counts: tp ranks have the same tokens
+    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
+
+
+def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of E sum f_e P_e, the mean over the batch's columns, times all ranks' tokens.
+
+    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]`: copies on all ranks -> `[]`
+    """
+    columns, experts = counts.shape
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
+
+
+def z_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum logsumexp(logits)^2 over this rank's tokens; as `aux_loss`. scores `[t, E]` are unused -> `[]`"""
+    squares = output.logits.logsumexp(-1, keepdim=True).square()
+    return (squares if output.token_mask is None else squares * output.token_mask).sum()
+
+
+def as_bf16_sum(grad: torch.Tensor) -> torch.Tensor:
+    """Split fp32 grad `[t, E]` in three bf16 parts that add up to it, to multiply it at bf16's speed.
+
+    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. -> bf16 `[t, 3*E]`
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(grad.bfloat16())
+        grad = grad - parts[-1]
+    return torch.cat(parts, dim=1)
+
+
+class LossFunction(torch.autograd.Function):
+    """Returns probs `[t, k]` -> `[t, k]` unchanged, with `loss` attached for the backward.
+
+    loss `[]` gets the gradient scale `[]` there.
+    """
+
+    @staticmethod
+    def forward(ctx, probs: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale.to(loss.dtype)
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad, ctx.scale, None
+
+
+def count_copies(
+    ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Count the copies for each expert, by column of the batch. ids `[t, k]` -> int64 `[columns, E]`
+
+    The t tokens are `[s, columns]`, flattened. of `[t, k]` or `[t, 1]`: only copies where it is true count.
+    """
+    place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
+    ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
+    counts = ids.new_zeros(columns * experts).scatter_add_(0, place.flatten(), ones.flatten())
+    return counts.view(columns, experts)
+
+
+def loss_weights(config: TransformerConfig) -> dict[str, float]:
+    """Return the router losses in use, {name: weight}."""
+    kinds = [*config.moe_router_load_balancing_type, "z_loss"]
+    weights = zip(kinds, [*config.moe_aux_loss_coeff, config.moe_z_loss_coeff], strict=True)
+    return {kind: weight for kind, weight in weights if weight and kind not in ("sinkhorn", "none")}
+
+
+def expert_capacity(tokens: int, config: TransformerConfig) -> int:
+    """Return how many of a rank's `tokens` tokens an expert takes at most, with a capacity factor."""
+    return math.ceil(tokens * config.moe_router_topk / config.num_experts * config.moe_expert_capacity_factor)
+
+
+Router.compute_logits = staticmethod(compute_logits)
+Router.choose_experts = staticmethod(choose_experts)
+Router.best_experts = staticmethod(best_experts)
+Router.loss_functions = {"aux_loss": aux_loss, "z_loss": z_loss}
 
 
 def kept_tokens(routers: list[Router]) -> torch.Tensor:

@@ -61,6 +61,68 @@ def train_step(run: "Training") -> Numbers:
     return run.update(loss, numbers)
 
 
+def forward_step(
+    run: "Training", batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
+) -> "ForwardStep":
+    """Return the function that `pp.execute` runs on these microbatches.
+
+    The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
+    """
+    scale = run.optimizer.scaler.scale * run.buckets.grad_scale  # the latter: see dp.py
+    aux_scale = None  # routers' losses: the mean over all tokens
+    if run.config.model.num_experts is not None:
+        aux_scale = scale / run.next_batch().tokens
+    return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
+
+
+@dataclass
+class ForwardStep:
+    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or activations `[s, b, h]`
+
+    The last stage adds the loss to total `[]`. scale `[]`: of the losses; tokens `[]`: the result of
+    `token_count`; aux_scale `[]`: as in `Batch`.
+    """
+
+    batches: list[Batch]
+    seed: int
+    scale: torch.Tensor
+    tokens: torch.Tensor | None
+    total: torch.Tensor
+    aux_scale: torch.Tensor | None = None
+
+    def __call__(self, chunk: GPTModel, i: int) -> torch.Tensor:
+        batch = self.batches[i]
+        if not chunk.post_process:
+            return forward_microbatch(chunk, batch, None, self.seed, self.aux_scale)
+        weights = batch.loss_mask * (self.scale / self.tokens)
+        loss = forward_microbatch(chunk, batch, weights, self.seed, self.aux_scale)
+        self.total.add_((loss.detach() * batch.loss_mask).sum() / self.tokens)
+        return (loss * weights).sum()
+
+
+def forward_microbatch(
+    chunk: GPTModel,
+    batch: Batch,
+    weights: torch.Tensor | None = None,
+    dropout_seed: int | None = None,
+    aux_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run a chunk: the last stage's loss of each token, fp32, or activations -> `[b, s]` or `[s, b, h]`
+
+    weights `[b, s]`: by which the caller multiplies the losses; aux_scale `[]`: that of router losses.
+    """
+    batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
+    return chunk(batch, batch.labels)
+
+
+def token_count(run: "Training", batches: list[Batch]) -> torch.Tensor | None:
+    """Count the global batch's unmasked tokens, all-reduced over dp_cp -> int64 `[]` on the last stage"""
+    if not run.model.has_loss:
+        return None
+    local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
+    return comm.all_reduce_(local, run.mesh.dp_cp).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of an iteration, [first, end), and the number of samples of each length in tokens."""
@@ -252,68 +314,6 @@ def step_batches(
         return
     for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
         yield loader.get(first_sample + sample)
-
-
-def forward_microbatch(
-    chunk: GPTModel,
-    batch: Batch,
-    weights: torch.Tensor | None = None,
-    dropout_seed: int | None = None,
-    aux_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run a chunk: the last stage's loss of each token, fp32, or activations -> `[b, s]` or `[s, b, h]`
-
-    weights `[b, s]`: by which the caller multiplies the losses; aux_scale `[]`: that of router losses.
-    """
-    batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
-    return chunk(batch, batch.labels)
-
-
-def token_count(run: Training, batches: list[Batch]) -> torch.Tensor | None:
-    """Count the global batch's unmasked tokens, all-reduced over dp_cp -> int64 `[]` on the last stage"""
-    if not run.model.has_loss:
-        return None
-    local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
-    return comm.all_reduce_(local, run.mesh.dp_cp).clamp(min=1)
-
-
-@dataclass
-class ForwardStep:
-    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or activations `[s, b, h]`
-
-    The last stage adds the loss to total `[]`. scale `[]`: of the losses; tokens `[]`: the result of
-    `token_count`; aux_scale `[]`: as in `Batch`.
-    """
-
-    batches: list[Batch]
-    seed: int
-    scale: torch.Tensor
-    tokens: torch.Tensor | None
-    total: torch.Tensor
-    aux_scale: torch.Tensor | None = None
-
-    def __call__(self, chunk: GPTModel, i: int) -> torch.Tensor:
-        batch = self.batches[i]
-        if not chunk.post_process:
-            return forward_microbatch(chunk, batch, None, self.seed, self.aux_scale)
-        weights = batch.loss_mask * (self.scale / self.tokens)
-        loss = forward_microbatch(chunk, batch, weights, self.seed, self.aux_scale)
-        self.total.add_((loss.detach() * batch.loss_mask).sum() / self.tokens)
-        return (loss * weights).sum()
-
-
-def forward_step(
-    run: Training, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
-) -> ForwardStep:
-    """Return the function that `pp.execute` runs on these microbatches.
-
-    The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
-    """
-    scale = run.optimizer.scaler.scale * run.buckets.grad_scale
-    aux_scale = None  # routers' losses: the mean over all tokens
-    if run.config.model.num_experts is not None:
-        aux_scale = scale / run.next_batch().tokens
-    return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
 
 
 def warm_up_step(run: Training) -> None:

@@ -96,10 +96,10 @@ def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[to
     for _ in range(2):
         step = reporter.launch()
         run.progress.iteration += 1
-        reporter.take(step)
+        reporter.advance(step)
         gradients.append(all_gather(torch.cat(own)[None], run.mesh.world))
         own.clear()
-    reporter.take(None)
+    reporter.advance(None)
     return gradients, step.numbers["noise_scale"]
 
 

@@ -93,8 +93,8 @@ def numbers_of(numbers: dict) -> dict:
 def report_step(run) -> None:
     """One step, and at once its report."""
     reporter = run.observers.find(Reporter)
-    reporter.take(reporter.launch(train.train_step))
-    reporter.take(None)
+    reporter.advance(reporter.launch(train.train_step))
+    reporter.advance(None)
 
 
 def save_checkpoint(run) -> None:

@@ -68,6 +68,7 @@ class StepReport:
         self.timed = timed
         self.traffic, self.waits = traffic.end_step()
         self.numbers: dict[str, Any] = {}
+        self.milliseconds = 0.0  # of the step, once it is read
 
     def read(self) -> dict[str, Any]:
         """Return the numbers on the host, by name; the first call waits for the step's end."""
@@ -102,6 +103,7 @@ class Reporter(Observer):
         self.config = config
         self.log = run.log
         self.mesh = run.mesh
+        self.batch: GlobalBatch | None = None  # of the step that is launched
         self.pending: StepReport | None = None  # launched, and not yet logged
         self.timers = Timers(config.timing_log_level, config.timing_log_option, run.mesh.device)
         name = run.log.folder.name
@@ -131,8 +133,8 @@ class Reporter(Observer):
             self.log.line(f"trace   {line}")
         return report
 
-    def take(self, step: StepReport | None) -> None:
-        """Report the step that is in flight; this one takes its place. Waits for the former."""
+    def advance(self, step: StepReport | None) -> None:
+        """Put a launched step in flight, None: none is; report the one before, and wait for that."""
         before = self.pending
         self.pending = step
         if before is None:
@@ -143,7 +145,7 @@ class Reporter(Observer):
 
     def flush(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
-        self.take(None)
+        self.advance(None)
         self.energy.pause()
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
