@@ -15,7 +15,7 @@ as usual. With temperature 0 the device also chooses the tokens, and the host re
     GPU     step t | step t+1 | step t+2 |
     host           | token t  | token t+1         an end of text is seen one step late; that step is dropped
 
-Llama-3-8B, one text, one H200: 4.89 ms a token (benchmarks/results/2026-11-29-decode-h200.json). Kernels for
+Llama-3-8B, one text, one H200: 5.00 ms a token (benchmarks/results/2026-11-29-decode-h200.json). Kernels for
 the attention and the linear layers of a single token gained 8 %, too little for their reading.
 (Grouped queries: arXiv 2305.13245)
 """
