@@ -177,17 +177,17 @@ void cross_entropy_stats(Address out, Address logits, Address labels, int64_t ro
     check_launch("cross_entropy_stats");
 }
 
-void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad,
-                        int64_t rows, int64_t columns, int64_t width, int64_t out_stride, int64_t stride,
-                        int type, Address stream) {
+void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad, int64_t rows,
+                        int64_t columns, int64_t width, int64_t out_stride, int64_t stride, int type,
+                        Address stream) {
     if (rows * width == 0) return;
     with_type(type, [&](auto element) {
         using T = decltype(element);
         constexpr int64_t PIECE = int64_t{THREADS} * GRAD_UNROLL * BATCHES * Pack<T>::size;
         const int64_t pieces = columns < 1 ? 1 : (columns + PIECE - 1) / PIECE;
         const dim3 blocks(static_cast<unsigned>(pieces), static_cast<unsigned>(rows < 65535 ? rows : 65535));
-        launch(cross_entropy_gradient<T>, blocks, THREADS, 0, stream, out, logits, labels, lse, grad,
-               rows, static_cast<int>(columns), static_cast<int>(width), out_stride, stride);
+        launch(cross_entropy_gradient<T>, blocks, THREADS, 0, stream, out, logits, labels, lse, grad, rows,
+               static_cast<int>(columns), static_cast<int>(width), out_stride, stride);
     });
     check_launch("cross_entropy_grad");
 }

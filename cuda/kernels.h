@@ -49,9 +49,9 @@ void rope(Address out, int64_t out_s, int64_t out_b, int64_t out_h, Address q, i
 // cross_entropy.cu
 void cross_entropy_stats(Address out, Address logits, Address labels, int64_t rows, int64_t columns,
                          int64_t stride, int type, Address stream);
-void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad,
-                        int64_t rows, int64_t columns, int64_t width, int64_t out_stride, int64_t stride,
-                        int type, Address stream);
+void cross_entropy_grad(Address out, Address logits, Address labels, Address lse, Address grad, int64_t rows,
+                        int64_t columns, int64_t width, int64_t out_stride, int64_t stride, int type,
+                        Address stream);
 
 // adamw.cu
 void adamw(Address main, Address params, Address grads, Address exp_avg, Address exp_avg_sq, Address table,
