@@ -29,15 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from nanomegatron.build import (
-    Paths,
-    build,
-    build_executor,
-    build_optimizer,
-    install,
-    paths_for,
-    pick_schedules,
-)
+from nanomegatron.build import build, build_executor, build_optimizer
 from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.checkpoint.source import with_saved_schedule
 from nanomegatron.config.batch import samples_before
@@ -60,6 +52,8 @@ from nanomegatron.launch.start import start_run
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import Paths, install, paths_for
+from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines, paths_text
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog

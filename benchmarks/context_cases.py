@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
-from nanomegatron.build import attention_over_cp
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.cp import AttentionBlock, RingFunction, SequenceShard
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 from nanomegatron.ops.merge import ALL
+from nanomegatron.pick_variants import attention_over_cp
 from nanomegatron.variants.cp_documents import DocumentShard
 
 

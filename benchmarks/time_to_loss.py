@@ -43,12 +43,12 @@ import train
 from benchmarks import report
 from benchmarks.peers_gpt2 import KINDS
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_schedules
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import Reporter

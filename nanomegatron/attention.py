@@ -49,12 +49,12 @@ class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
     context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
-    mask: which keys of a whole row its queries see. q_norm, k_norm: of each head, or None. `build.py` may set
-    these four.
+    mask: which keys of a whole row its queries see. q_norm, k_norm: of each head, or None.
+    `pick_variants.py` may set these four.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
-    has_variants = False  # whether `build.pick_variants` has set what the flags ask for
+    has_variants = False  # whether `pick_variants` has set what the flags ask for
 
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
 
         packed: queries, keys and values of this rank's heads, as `linear_qkv` returns them.
 
-        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set.
+        Raises RuntimeError if a flag asks for a variant that `pick_variants` has not set.
         """
         self.config.check_variants("attention", self.has_variants)
         q, k, v = self._queries_keys_values(packed, rotary)

@@ -189,7 +189,7 @@ def context_attention(
             q, k, v, shard.axis, order=shard.order(range(shard.axis.size), q.device), attend=whole_rows
         )
     if kind not in ("p2p", "allgather") or mask.window is not None:
-        raise ValueError(f"{kind} with window {mask.window} is a variant, which build.py picks")
+        raise ValueError(f"{kind} with window {mask.window} is a variant, which pick_variants.py picks")
     if kind == "allgather":
         blocks = shard.gathered(q.device)
         order = shard.order(range(shard.axis.size), q.device)

@@ -4,7 +4,7 @@ Tests: tests/test_model.py. Page: docs/architecture.md.
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-A layer's other forms are functions that `build.py` sets in place of the core's:
+A layer's other forms are functions that the `pick_` files set in place of the core's:
 
     MLP.run                        run_mlp                          FP8 operands made by the activation
     OutputLayer.linear             LinearFunction                   FP8, tiles that overlap with tp
@@ -228,7 +228,7 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor:
         """x `[s, b, h]` or `[s/tp, b, h]` -> logits `[s, b, V/tp]` or, with labels, the loss `[b, s]`
 
-        labels, loss_weights `[b, s]`: as in `Batch`. Raises RuntimeError without `build.pick_variants`, if a
+        labels, loss_weights `[b, s]`: as in `Batch`. Raises RuntimeError without `pick_variants`, if a
         flag asks for a variant.
         """
         self.config.check_variants("output layer", self.has_variants)

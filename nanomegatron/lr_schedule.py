@@ -79,14 +79,14 @@ def schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
 
     samples_before: the samples before each step of the run, and after its last one. Here both rates are the
-    same and the decay is constant. Raises ValueError where `build.pick_schedules` has to pick others.
+    same and the decay is constant. Raises ValueError where `pick_variants.pick_schedules` has to pick others.
     """
     opt = config.optimizer
     rates_differ = opt.decoupled_lr is not None
     decay_grows = opt.weight_decay_incr_style != "constant"
     other_style = opt.lr_decay_style not in STYLES
     if rates_differ or decay_grows or other_style:
-        raise ValueError("these settings have schedules of variants/: give step_values build.pick_schedules")
+        raise ValueError("these are schedules of variants/: give step_values pick_variants.pick_schedules")
     schedule = Schedule.from_config(config, samples_before)
     return [schedule.at, schedule.at, lambda samples: opt.weight_decay]
 

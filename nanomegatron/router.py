@@ -23,8 +23,8 @@ ranks' gradients add up to the whole under any tp, cp and pp (docs/moe.md: what 
 As in Megatron, tokens that the main loss masks take part, and f counts the k best scores before the bias.
 Not counted are padding of packs and forwards without autograd, which are recomputed with it.
 
-Slots, which `build.py` fills with whole functions of `variants/`: `compute_logits` (input jitter, forced
-balance), `choose_experts` (sinkhorn), `best_experts` (of groups), `drop` (a capacity), rows of
+Slots, which `pick_variants.py` fills with whole functions of `variants/`: `compute_logits` (input jitter,
+forced balance), `choose_experts` (sinkhorn), `best_experts` (of groups), `drop` (a capacity), rows of
 `loss_functions`.
 (Switch, arXiv 2101.03961; z-loss 2202.08906; bias 2408.15664)
 """
@@ -61,7 +61,7 @@ class Router(nn.Module):
                         ranks they add up to the mean loss times the tokens of the global batch
     expert_bias         `[E]`, or None: `move_expert_biases` changes it between steps
 
-    In training aux_loss all-reduces counts `[E]` over tp and cp. Slots that `build.py` may fill stand first.
+    In training aux_loss all-reduces counts `[E]` over tp and cp. Slots stand first.
     """
 
     compute_logits: Callable[..., torch.Tensor]  # these four are functions below
@@ -69,7 +69,7 @@ class Router(nn.Module):
     best_experts: Callable[..., torch.Tensor]
     loss_functions: dict[str, Callable]
     drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
-    has_variants = False  # whether `build.pick_variants` has filled them
+    has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Router(nn.Module):
     def choose(self, x: torch.Tensor, batch: Batch) -> RouterOutput:
         """First half of the forward: choose experts for x `[t, h]`.
 
-        Raises RuntimeError if a flag asks for a variant that `build.pick_variants` has not set.
+        Raises RuntimeError if a flag asks for a variant that `pick_variants` has not set.
         """
         self.config.check_variants("router", self.has_variants)
         token_mask = None

@@ -32,7 +32,6 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
-from nanomegatron.build import batch_sharding
 from nanomegatron.config.settings import Config
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
@@ -40,6 +39,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
+from nanomegatron.pick_variants import batch_sharding
 from nanomegatron.pp import ModelChunks, execute, warm_up
 
 Numbers = dict[str, Any]  # 0-d tensors or floats by name

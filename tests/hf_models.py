@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import read_folder
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 
 transformers = pytest.importorskip("transformers")
 

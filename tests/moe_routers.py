@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nanomegatron import router
-from nanomegatron.build import pick_router
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_router
 from nanomegatron.router import Router, RouterOutput
 
 S, H, E = 8, 6, 8

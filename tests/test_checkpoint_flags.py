@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train
-from nanomegatron.build import pick_schedules
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
@@ -19,6 +18,7 @@ from nanomegatron.checkpoint.source import find_source
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.pick_variants import pick_schedules
 from tests.checkpoints import ALONE
 from tests.layouts import flags_of
 from tests.spmd import run_spmd

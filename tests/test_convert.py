@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 import convert
-from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.convert_target import new_files
 from nanomegatron.checkpoint.files import Piece
@@ -28,6 +27,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.report.generate import Sampling, generate
 from tests.checkpoints import ALONE
 from tests.hf_models import FAMILIES, VOCAB, data, hugging_face, logit_error, rewrite, transformers

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nanomegatron import cp
-from nanomegatron.build import attention_over_cp, batch_sharding
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig
 from nanomegatron.cp import SequenceShard, context_attention, shard_batch
@@ -20,6 +19,7 @@ from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
+from nanomegatron.pick_variants import attention_over_cp, batch_sharding
 from tests.spmd import run_spmd, spmd
 from tests.test_cp_shard import shard_of
 
@@ -275,7 +275,7 @@ def test_the_core_refuses_what_variants_compute():
     axis = Axis("cp", 2, 0, (0, 1))
     x = torch.randn(4, 1, 2, 8)
     for kind, window in (("p2p", 3), ("allgather", 3), ("a2a+p2p", None)):
-        with pytest.raises(ValueError, match="is a variant, which build.py picks"):
+        with pytest.raises(ValueError, match="is a variant, which pick_variants.py picks"):
             context_attention(x, x, x, SequenceShard.of_row(axis, 8, (kind,)), 0, Mask(True, window), "flash")
     batch = load_batch(Text(), np.arange(1), settings(documents=True), 0)
     with pytest.raises(ValueError, match="documents over several ranks"):

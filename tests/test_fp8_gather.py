@@ -8,7 +8,7 @@ import torch
 import train
 from nanomegatron import optim
 from nanomegatron.batch import Batch
-from nanomegatron.build import paths_for, quantize_layers
+from nanomegatron.build import quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import GatheredParams, ParamAndGradBuckets
@@ -20,6 +20,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.optim import Optimizer, ShardUpdates
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import paths_for
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory, memory_of_ranks
 from tests import cuda_on_cpu

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
 from nanomegatron.checkpoint.source import check_tokenizer
 from nanomegatron.commands.generate import load_model, pieces_of_text
@@ -26,6 +25,7 @@ from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.pp import ModelChunks
 from nanomegatron.report.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.report.generate import sample as draw_tokens

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint import hf
 from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.config.cli import build_config
@@ -14,6 +13,7 @@ from nanomegatron.layers import Embedding
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
 from tests.spmd import run_spmd
 

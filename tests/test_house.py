@@ -51,6 +51,8 @@ attention
 model
 pp
 fast/ variants/ megatron_api
+pick_variants
+pick_fast_paths
 build
 step
 checkpoint/ report/

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size
@@ -20,6 +19,7 @@ from nanomegatron.layers import Norm
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.variants.qk_norm_all_heads import HeadsNorm
 from tests.spmd import run_spmd
 
@@ -247,7 +247,7 @@ def test_norms_over_all_heads_are_picked_behind_the_constructor():
     model = GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=64, init=init)
     names = [part.name for p in model.parameters() for part in p.spec.parts]
     inputs, labels = batch()
-    with pytest.raises(RuntimeError, match="call build.pick_variants on the model"):
+    with pytest.raises(RuntimeError, match="call pick_variants on the model"):
         model(inputs, labels)
     pick_variants(model, Axis.single("cp"))
     assert [part.name for p in model.parameters() for part in p.spec.parts] == names

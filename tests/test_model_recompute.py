@@ -43,7 +43,7 @@ WAYS = {
 def train_once(config, dtype):
     """Loss, all gradients, and the bytes that autograd keeps between forward and backward."""
     model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
-    if config.recomputes("layernorm"):  # as build.py does
+    if config.recomputes("layernorm"):  # as pick_fast_paths.py does
         model.run_layers = FusedLayers(recompute=True)
     discard_activations(model, config.recompute_modules)
     buckets = ParamAndGradBuckets(model, ParallelConfig(), ALONE)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.build import buckets_class, pick_variants
+from nanomegatron.build import buckets_class
 from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
@@ -21,6 +21,7 @@ from nanomegatron.model import TransformerLayer
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, WeightGradStore, accumulate
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.recompute import recomputed
 from tests.checkpoints import ALONE
 from tests.moe_routers import batch_of, dispatch

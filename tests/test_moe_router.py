@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.build import build, pick_router
+from nanomegatron.build import build
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
 from nanomegatron.param import Init, WeightGradStore
+from nanomegatron.pick_variants import pick_router
 from nanomegatron.router import GateFunction, Router, count_copies, expert_capacity, move_expert_biases
 from nanomegatron.variants import router_sinkhorn
 from nanomegatron.variants.router_capacity import drop
@@ -467,5 +468,5 @@ def test_flags_without_their_variants_are_refused():
     """A model that is built by hand would else route as the core does, without a word."""
     config = settings(router_load_balancing_type=("seq_aux_loss",), aux_loss_coeff=(0.1,))
     router = Router(config, 0, Mesh(), Init(name="router", std=1.0))
-    with pytest.raises(RuntimeError, match="load-balancing-type: .*call build.pick_variants on the model"):
+    with pytest.raises(RuntimeError, match="load-balancing-type: .*call pick_variants on the model"):
         router(torch.zeros(4, config.hidden_size), None)

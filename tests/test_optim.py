@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import LR_STYLES
 from nanomegatron.checkpoint.optimizer_state import (
     load_optimizer_scalars,
     optimizer_scalars,
@@ -25,6 +24,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.pick_variants import LR_STYLES
 from nanomegatron.variants.lr_styles import WarmupStableDecay
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd

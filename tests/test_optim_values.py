@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import buckets_class, pick_schedules
+from nanomegatron.build import buckets_class
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import (
@@ -25,6 +25,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.variants.weight_decay import decay_by_rates
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
@@ -110,7 +111,7 @@ def test_values_of_the_core_are_those_of_build_or_refused(settings):
     """A loop that does not ask build: no setting is dropped without a word."""
     config = Config(run=RunConfig(train_iters=4))
     assert step_values(config, range(5)) == step_values(config, range(5), pick_schedules)
-    with pytest.raises(ValueError, match="build.pick_schedules"):
+    with pytest.raises(ValueError, match="pick_variants.pick_schedules"):
         step_values(replace(config, optimizer=OptimizerConfig(**settings)), range(5))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nanomegatron import zero2
 from nanomegatron.batch import Batch
-from nanomegatron.build import Paths, install, pick_variants, quantize_layers
+from nanomegatron.build import quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.fast import ring
@@ -23,6 +23,8 @@ from nanomegatron.model import GPTModel
 from nanomegatron.ops import cross_entropy
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import Paths, install
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.plan import fast as plan_fast
 from nanomegatron.plan import gradients as plan_gradients
 from nanomegatron.plan import memory as plan_memory
@@ -142,7 +144,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     if scales is not None:
         quantize_layers(built, scales, range(model.num_layers))
     loss = fused_output_loss if model.cross_entropy_loss_fusion else logits_then_loss
-    moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
+    moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as `paths_for` on a CPU
     layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
     discards = model.recompute_modules
     install(ModelChunks([built]), Paths(layers=layers, producers=True, loss=loss, moe=moe, discards=discards))

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import build, install, paths_for
+from nanomegatron.build import build
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import install, paths_for
 from nanomegatron.plan.flops import stage_layers
 from nanomegatron.plan.layer import Sizes
 from nanomegatron.plan.memory import (

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanomegatron.build import pick_variants
 from nanomegatron.comm import all_gather, own_slice
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy, fused_output_loss
 from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.tp import LinearFunction
 from nanomegatron.tp import vocab_parallel_cross_entropy as unfused
 from tests.spmd import run_spmd

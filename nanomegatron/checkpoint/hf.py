@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanomegatron.build import pick_variants
 from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -35,6 +34,7 @@ from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
+from nanomegatron.pick_variants import pick_variants
 
 LLAMA = """
 embedding.word_embeddings                       model.embed_tokens

@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 
-from nanomegatron.build import build_schedule, pick_schedules
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
@@ -41,6 +40,7 @@ from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
 from nanomegatron.config.settings import Config
+from nanomegatron.pick_variants import build_schedule, pick_schedules
 
 LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
 PREFIXES = {"model": "", "main": "optimizer.state.param."}

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanomegatron.build import pick_schedules
 from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.batch import batch_size_at, samples_before
@@ -23,6 +22,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.data.identity import trained_on
 from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.mesh import Mesh
+from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.step import Progress
 
 # Settings on which the order of the data depends, besides the numbers of samples and the data themselves

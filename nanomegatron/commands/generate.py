@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.build import Paths, build, install
+from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import (
     agreed,
     load,
@@ -49,6 +49,7 @@ from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.faults.launch import launch, one_thread_if_small
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import Paths, install
 from nanomegatron.pp import ModelChunks
 from nanomegatron.report.generate import generate, stream
 

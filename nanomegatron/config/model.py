@@ -283,7 +283,7 @@ class TransformerConfig:
         }[part]
         if flags := [flag for flag, value in asked.items() if value]:
             raise RuntimeError(
-                f"{', '.join(flags)}: the {part} needs a variant; call build.pick_variants on the model"
+                f"{', '.join(flags)}: the {part} needs a variant; call pick_variants on the model"
             )
 
     def recomputes(self, module: str) -> bool:

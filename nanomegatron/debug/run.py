@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanomegatron.build import build, build_optimizer, install, paths_for, pick_schedules
+from nanomegatron.build import build, build_optimizer
 from nanomegatron.checkpoint.hf import load_weights
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
@@ -30,6 +30,8 @@ from nanomegatron.faults.launch import launch, one_thread_if_small
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
+from nanomegatron.pick_fast_paths import install, paths_for
+from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.step import Progress, Training, TrainingData, build_loaders, train_step, warm_up_step

@@ -106,7 +106,7 @@ class Sizes:
 
     @property
     def plain_dispatch(self) -> bool:
-        """Whether moe.py itself dispatches tokens, and without a kernel, as build.paths_for chooses."""
+        """Whether moe.py itself dispatches tokens, and without a kernel, as `paths_for` chooses."""
         model, parallel = self.model, self.parallel
         overlaps = parallel.overlap_moe_expert_parallel_comm or model.moe_shared_expert_overlap
         fast = parallel.fast_paths or (parallel.fast_paths is None and (self.machine.gpu or overlaps))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from nanomegatron import __version__
-from nanomegatron.build import Paths
 from nanomegatron.config.batch import stages
 from nanomegatron.config.check_layout import graph_conflict
 from nanomegatron.config.model import TransformerConfig
@@ -25,6 +24,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import describe_kernels
+from nanomegatron.pick_fast_paths import Paths
 from nanomegatron.plan.flops import parameter_count, stage_layers
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import chunks_kept, describe_memory, memory_of_ranks

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import pick_variants
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.decode import Decoder, decoder, plain_reason
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.pick_variants import pick_variants
 from nanomegatron.pp import ModelChunks
 from nanomegatron.report.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from tests.test_decode import FAMILIES

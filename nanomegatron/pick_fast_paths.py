@@ -1,0 +1,140 @@
+"""Picks the fast paths of a run from `fast/`: the same result, sooner or in less memory.
+
+Tests: tests/test_layouts.py. Page: docs/architecture.md.
+
+    paths_for     which paths this run takes: `Paths`, with a slot for each
+        fast_paths    one row for each slot
+    install       sets them on the modules of a model, in place of the core's forms
+
+`--fast-paths` takes all that can run, `--no-fast-paths` none. Without either, fast paths run on GPUs, and on
+CPUs those that have a flag of their own which is set.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from nanomegatron.attention import SelfAttention
+from nanomegatron.config.check_layout import graph_impl
+from nanomegatron.config.settings import Config
+from nanomegatron.dp import ShardComm
+from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.fast.decode import decoder
+from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.dp_peer import PeerShardComm
+from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
+from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
+from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
+from nanomegatron.fast.fused_layer import FusedLayers
+from nanomegatron.fast.fused_loss import fused_output_loss
+from nanomegatron.fast.layer_graphs import GraphedLayers
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.ring import Ring
+from nanomegatron.fast.tp_overlap import OverlappedLinear
+from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8
+from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
+from nanomegatron.mesh import Mesh
+from nanomegatron.model import run_layers
+from nanomegatron.moe import MoELayer
+from nanomegatron.optim import ShardState, ShardUpdates
+from nanomegatron.pick_variants import attention_over_cp
+from nanomegatron.pp import ModelChunks
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+
+GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
+
+    layers: Callable = run_layers  # GPTModel.run_layers
+    linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
+    fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
+    context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
+    producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
+    discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
+    moe: OverlappedMoe | None = None  # MoELayer.run
+    loss: Callable = logits_then_loss  # OutputLayer.loss
+    shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
+    gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
+    state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
+    updates: type[ShardUpdates] = ShardUpdates  # updates the shards and starts their gathers
+    graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
+    decoder: Callable | None = None  # ModelChunks.decoder, for generation
+    peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
+
+
+def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
+    """Choose the fast paths of a run. fast: all that can run, or none; None: as the flags and device say.
+
+    Communicates over world on GPUs: every rank must call it with the same arguments.
+    """
+    if fast is None:
+        fast = config.parallel.fast_paths
+    peers = PeerAccess.build(mesh, config.parallel)
+    recomputed = config.model.recomputes
+    paths = Paths(discards=tuple(filter(recomputed, config.model.recompute_modules)), peers=peers)
+    if recomputed("layernorm"):
+        paths = replace(paths, layers=FusedLayers(recompute=True))
+    if fast is False:
+        return paths
+    on_gpu = mesh.device.type == "cuda"
+    rows = fast_paths(config, peers, mesh.world.size, on_gpu, fast or on_gpu)
+    return replace(paths, **{slot: path for slot, taken, path in rows if taken})
+
+
+def fast_paths(
+    config: Config, peers: PeerAccess, world: int, on_gpu: bool, default: bool
+) -> list[tuple[str, bool, object]]:
+    """Return a row for each slot of `Paths`: its name, whether this run takes the path, the path.
+
+    default: whether a run takes the paths that have no flag of their own.
+    """
+    parallel = config.parallel
+    model = config.model
+    moe_halves = parallel.overlap_moe_expert_parallel_comm
+    moe_flags = moe_halves or model.moe_shared_expert_overlap
+    dp_overlap = parallel.overlap_grad_reduce or parallel.overlap_param_gather
+    fp8_gather = default or config.precision.fp8_param_gather
+    return [
+        ("layers", default, FusedLayers(quantizing_norm, model.recomputes("layernorm"))),
+        ("linear", parallel.tp_comm_overlap, OverlappedLinear(peers)),
+        ("fp8", parallel.tp_comm_overlap, OverlappedFp8Matmuls(peers)),
+        ("context", default, Ring(peers)),
+        ("producers", default, True),
+        ("moe", model.num_experts and (default or moe_flags), OverlappedMoe(peers, moe_halves)),
+        ("loss", model.cross_entropy_loss_fusion, fused_output_loss),
+        ("shard_comm", default and dp_overlap, PeerShardComm(peers)),
+        ("gathered", fp8_gather, gathered_casts),
+        ("state", fp8_gather, cast_state),
+        ("updates", fp8_gather, CastUpdates),
+        ("graphs", on_gpu, GRAPHS[graph_impl(config, world)]),
+        ("decoder", parallel.cuda_graph_impl != "none", decoder),
+    ]
+
+
+def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
+    """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
+    stages.decoder = paths.decoder
+    for chunk in stages:
+        chunk.run_layers = paths.layers
+    discard_activations(stages, paths.discards)
+    for module in stages.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
+            if module.fp8:
+                module.fp8.matmuls = paths.fp8
+            elif paths.linear:
+                module.linear = paths.linear
+        if isinstance(module, OutputLayer):
+            module.loss = paths.loss
+            if paths.producers and accepts_fp8(module) and not module.config.final_logit_softcapping:
+                module.loss = quantizing_loss
+        elif isinstance(module, SelfAttention) and paths.context:
+            module.context = attention_over_cp(paths.context, module.mask, stages.cp)
+        elif isinstance(module, MoELayer) and paths.moe:
+            paths.moe.install(module)
+        elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
+            module.run = partial(quantizing_mlp, discards="mlp_act" in paths.discards)
+    return stages
