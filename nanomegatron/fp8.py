@@ -10,7 +10,7 @@ as it is ("rowwise"), transposed ("columnwise"), or both:
     dW [o, i] = g.columnwise x.columnwise^T
 
 x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. One
-tensor's way, in the plainest recipe, in the order of this file:
+tensor's way, in the plainest recipe:
 
     Fp8LayerState.cast                                  x, "x", which copies, over which ranks x is split
         Tensorwise.cast
@@ -19,8 +19,8 @@ tensor's way, in the plainest recipe, in the order of this file:
             q = fp8(x * scale), and 1 / scale           cast_to_amax -> Quantized: the copies
     y = q_x q_W^T / (scale_x scale_W)                   fp8_linear.py
 
-The other recipes differ in what has a scale, and from which amax (a recipe's scales and a tensor's copies are
-two things: `--fp8-recipe rowwise`, the class RowScaled, makes rowwise and columnwise copies, as all do):
+The other recipes differ in what has a scale, and from which amax. "Rowwise" is two things: a copy of a tensor
+in its own order, which all recipes make; and `--fp8-recipe rowwise`, a scale for each row, here RowScaled.
 
     recipe      a scale for each   amax                      agreed over     when            W is cast
     delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
@@ -92,26 +92,127 @@ class Quantized(NamedTuple):
         return self.rowwise if self.columnwise is None else self.columnwise
 
 
-def tensor_amax(x: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """The largest |x| of x `[m, k]` and of its other parts on the ranks of `axis` -> fp32 `[]`"""
-    amax = x.new_zeros((), dtype=torch.float32)
-    fp8_amax(x, amax)
-    return all_reduce_amax_(amax, [axis] if axis else ())
+class Fp8LayerState:
+    """The FP8 state of one linear layer, and its casts; `Scales.add_layer` makes it.
+
+    first: the first of its three slots, for x, w and g, in the tensors of `scales`.
+    """
+
+    def __init__(self, name: str, scales: "Scales", first: int, recipe: "Recipe") -> None:
+        self.name = name
+        self.scales = scales
+        self.recipe = recipe
+        self.slots = slice(first, first + len(ROLES))
+        self.cached_weight: Quantized | None = None  # both copies, of this step
+        self.optimizer_cast: Fp8Matrix | None = None  # the rowwise copy, if the optimizer has made it
+        self.matmuls: Any = None  # fp8_linear.Fp8Matmuls
+
+    def cast(
+        self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True
+    ) -> Quantized:
+        """Quantize x `[m, k]` as the tensor `role`, "x", "w" or "g".
+
+        copies: "rowwise", "columnwise" or "both". axis: its ranks hold other rows or columns of the same
+        tensor; tensorwise scaling all-reduces one number over it. record: keep the amax for later steps
+        (delayed scaling), and count the cast in statistics; false in evaluation.
+        """
+        x = x.detach()
+        quantized = self.recipe.cast(self, x, role, copies, axis, record)
+        self.record_stats(role, lambda: x, quantized, record)
+        return quantized
+
+    def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
+        """Return both copies of the local param `[o, i]`, cast at first use in a step; axis shards it.
+
+        Raises RuntimeError if the weight is freed and its cast was discarded.
+        """
+        if self.cached_weight is None and self.optimizer_cast is not None:  # fast/fp8_gather.py
+            columnwise = self.recipe.transposed(self.optimizer_cast, "w")
+            self.cached_weight = Quantized(self.optimizer_cast, columnwise)
+        if self.cached_weight is None:
+            if is_freed(param):
+                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
+            self.cached_weight = self.cast(param, "w", "both", axis)
+        return self.cached_weight
+
+    def slot(self, role: str) -> int:
+        """Return the index of x, w or g in the tensors of `Scales`."""
+        return self.slots.start + ROLES.index(role)
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
+        return self.recipe.keeps_history and not self.scales.no_history_yet
+
+    def scaled_output(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
+        """How to write x, w or g with its known scale -> Fp8Output, and the scale's inverse `[]`"""
+        slot = self.slot(role)
+        scales = self.scales
+        amax = scales.history[0, slot] if record else None
+        output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
+        return output, scales.inverses[slot, 0]
+
+    def record_stats(
+        self, role: str, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True
+    ) -> None:
+        """Count a cast of x `[m, k]` in the statistics (report/counters.py), in steps that log them."""
+        if self.scales.stats_hook and record and quantized.rowwise is not None:
+            self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
 
 
-def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
-    """Max-reduce amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, becomes inf."""
-    for axis in axes:
-        if axis.size > 1:
-            all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
-    return amax
+class Scales:
+    """The FP8 state of all linear layers of a model, or of one stage of it.
 
+    Each layer has three slots in `history`, `scale` and `limits`, for x, w and g. Delayed scaling uses all,
+    tensorwise scaling only those of weights that the optimizer casts.
+    axes: delayed amaxes are max-reduced over them, so that all ranks cast with one scale (tp, dp_cp).
+    """
 
-def cast_to_amax(recipe: "Recipe", x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
-    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
-    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
-    output = Fp8Output(recipe.dtype(role), scale, outputs=copies)
-    return Quantized.with_scale(output.cast(x), inverse)
+    def __init__(self, recipe: "Recipe", device: torch.device, axes: Sequence[Axis] = ()) -> None:
+        self.recipe = recipe
+        self.axes = tuple(axes)
+        self.layers: dict[str, Fp8LayerState] = {}
+        self.no_history_yet = True  # delayed: no step has ended
+        self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
+        self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
+        self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
+        self.inverses = torch.ones(0, INVERSE_STRIDE, device=device)
+
+    def add_layer(self, name: str, gradient: torch.dtype | None = None) -> Fp8LayerState:
+        """Add a layer and return its state. Raises ValueError if the model has a layer of this name already.
+
+        gradient: the format of its gradients, if not the recipe's.
+        """
+        if name in self.layers:
+            raise ValueError(f"there is an FP8 layer {name} already")
+        recipe = replace(self.recipe, gradient=gradient or self.recipe.gradient)
+        limits = self.limits.new_tensor([recipe.limit(role) for role in ROLES])
+        self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
+        self.limits = torch.cat((self.limits, limits))
+        self.scale = torch.cat((self.scale, torch.ones_like(limits)))
+        self.inverses = torch.cat((self.inverses, self.inverses.new_ones(len(ROLES), INVERSE_STRIDE)))
+        self.layers[name] = Fp8LayerState(name, self, len(ROLES) * len(self.layers), recipe)
+        return self.layers[name]
+
+    def end_step(self) -> None:
+        """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
+        if self.layers:
+            self.recipe.end_step(self)
+        self.discard_step()
+
+    def discard_step(self) -> None:
+        """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
+        self.history[:1] = 0.0
+        self.clear_weight_cache()
+
+    def clear_weight_cache(self) -> None:
+        """Drop the casts of weights: their next use casts again, unless the optimizer does so before."""
+        for layer in self.layers.values():
+            layer.cached_weight = layer.optimizer_cast = None
+
+    def update_inverses(self) -> None:
+        """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
+        self.inverses.copy_((1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE))
 
 
 @dataclass(frozen=True)
@@ -147,7 +248,7 @@ class Recipe:
         return fp8_limit(self.dtype(role), self.margin)
 
     def cast(
-        self, layer: "Fp8LayerState", x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
         """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8LayerState.cast`."""
         raise NotImplementedError
@@ -156,7 +257,7 @@ class Recipe:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
         return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
 
-    def end_step(self, scales: "Scales") -> None:
+    def end_step(self, scales: Scales) -> None:
         """Compute the scales of the next step, if they are known before it."""
 
 
@@ -187,7 +288,7 @@ class Delayed(Recipe):
             recorded.copy_(torch.maximum(recorded, amax))
         return cast_to_amax(self, x, role, copies, amax)
 
-    def end_step(self, scales: "Scales") -> None:
+    def end_step(self, scales: Scales) -> None:
         """All-reduces the amaxes of this step, all at once, over each axis."""
         all_reduce_amax_(scales.history[0], scales.axes)
         most_recent = self.algo == "most_recent"
@@ -250,121 +351,28 @@ def recipe_of(config: PrecisionConfig) -> Recipe:
     )
 
 
-class Scales:
-    """The FP8 state of all linear layers of a model, or of one stage of it.
-
-    Each layer has three slots in `history`, `scale` and `limits`, for x, w and g. Delayed scaling uses all,
-    tensorwise scaling only those of weights that the optimizer casts.
-    axes: delayed amaxes are max-reduced over them, so that all ranks cast with one scale (tp, dp_cp).
-    """
-
-    def __init__(self, recipe: Recipe, device: torch.device, axes: Sequence[Axis] = ()) -> None:
-        self.recipe = recipe
-        self.axes = tuple(axes)
-        self.layers: dict[str, Fp8LayerState] = {}
-        self.no_history_yet = True  # delayed: no step has ended
-        self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
-        self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
-        self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
-        self.inverses = torch.ones(0, INVERSE_STRIDE, device=device)
-
-    def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8LayerState":
-        """Add a layer and return its state. Raises ValueError if the model has a layer of this name already.
-
-        gradient: the format of its gradients, if not the recipe's.
-        """
-        if name in self.layers:
-            raise ValueError(f"there is an FP8 layer {name} already")
-        recipe = replace(self.recipe, gradient=gradient or self.recipe.gradient)
-        limits = self.limits.new_tensor([recipe.limit(role) for role in ROLES])
-        self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
-        self.limits = torch.cat((self.limits, limits))
-        self.scale = torch.cat((self.scale, torch.ones_like(limits)))
-        self.inverses = torch.cat((self.inverses, self.inverses.new_ones(len(ROLES), INVERSE_STRIDE)))
-        self.layers[name] = Fp8LayerState(name, self, len(ROLES) * len(self.layers), recipe)
-        return self.layers[name]
-
-    def end_step(self) -> None:
-        """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
-        if self.layers:
-            self.recipe.end_step(self)
-        self.discard_step()
-
-    def discard_step(self) -> None:
-        """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
-        self.history[:1] = 0.0
-        self.clear_weight_cache()
-
-    def clear_weight_cache(self) -> None:
-        """Drop the casts of weights: their next use casts again, unless the optimizer does so before."""
-        for layer in self.layers.values():
-            layer.cached_weight = layer.optimizer_cast = None
-
-    def update_inverses(self) -> None:
-        """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
-        self.inverses.copy_((1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE))
+def tensor_amax(x: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """The largest |x| of x `[m, k]` and of its other parts on the ranks of `axis` -> fp32 `[]`"""
+    amax = x.new_zeros((), dtype=torch.float32)
+    fp8_amax(x, amax)
+    return all_reduce_amax_(amax, [axis] if axis else ())
 
 
-class Fp8LayerState:
-    """The FP8 state of one linear layer, and its casts; `Scales.add_layer` makes it."""
+def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
+    """Max-reduce amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, becomes inf."""
+    for axis in axes:
+        if axis.size > 1:
+            all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
+    return amax
 
-    def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
-        self.name = name
-        self.scales = scales
-        self.recipe = recipe
-        self.slots = slice(first, first + len(ROLES))
-        self.cached_weight: Quantized | None = None  # of this step
-        self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
-        self.matmuls: Any = None  # fp8_linear.Fp8Matmuls
 
-    def slot(self, role: str) -> int:
-        """Return the index of x, w or g in the tensors of `Scales`."""
-        return self.slots.start + ROLES.index(role)
+def is_freed(param: torch.Tensor) -> bool:
+    """Whether a parameter has no memory of its own: it is one value, expanded (fast/fp8_gather.py)."""
+    return not any(param.stride())
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
-        return self.recipe.keeps_history and not self.scales.no_history_yet
 
-    def cast(
-        self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True
-    ) -> Quantized:
-        """Quantize x `[m, k]` as the tensor `role`, "x", "w" or "g".
-
-        copies: "rowwise", "columnwise" or "both". axis: its ranks hold other rows or columns of the same
-        tensor; tensorwise scaling all-reduces one number over it. record: keep the amax for later steps
-        (delayed scaling), and count the cast in statistics; false in evaluation.
-        """
-        x = x.detach()
-        quantized = self.recipe.cast(self, x, role, copies, axis, record)
-        self.record_stats(role, lambda: x, quantized, record)
-        return quantized
-
-    def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
-        """Return both copies of the local param `[o, i]`, cast at first use in a step; axis shards it.
-
-        Raises RuntimeError if the weight is freed and its cast was discarded.
-        """
-        if self.cached_weight is None and self.optimizer_cast is not None:  # fast/fp8_gather.py
-            columnwise = self.recipe.transposed(self.optimizer_cast, "w")
-            self.cached_weight = Quantized(self.optimizer_cast, columnwise)
-        if self.cached_weight is None:
-            if not any(param.stride()):  # it was freed: fast/fp8_gather.py
-                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
-            self.cached_weight = self.cast(param, "w", "both", axis)
-        return self.cached_weight
-
-    def scaled_output(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
-        """How to write x, w or g with its known scale -> Fp8Output, and the scale's inverse `[]`"""
-        slot = self.slot(role)
-        scales = self.scales
-        amax = scales.history[0, slot] if record else None
-        output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
-        return output, scales.inverses[slot, 0]
-
-    def record_stats(
-        self, role: str, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True
-    ) -> None:
-        """Count a cast of x `[m, k]` in the statistics (report/counters.py), in steps that log them."""
-        if self.scales.stats_hook and record and quantized.rowwise is not None:
-            self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
+def cast_to_amax(recipe: Recipe, x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
+    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
+    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
+    output = Fp8Output(recipe.dtype(role), scale, outputs=copies)
+    return Quantized.with_scale(output.cast(x), inverse)

@@ -1,16 +1,17 @@
-"""The linear function of tp.py with its three matmuls in FP8.
+r"""The linear function of tp.py with its three matmuls in FP8.
 
 Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
 
-    x ---- cast ---> x rowwise [t, i] ------------.                              y  = x W^T
-       \\                                           \\
-        `----------> x columnwise [i, t]  saved     \\
-                                                      W rowwise [o, i], W columnwise [i, o]: cast once a step
-                                                     /
-    dy --- cast ---> g rowwise [t, o] --------------'                            dx = dy W
-       `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
+    x --- cast --> x rowwise [t, i] ------------------.
+      \                                                \                       y = x W^T
+       `---------> x columnwise [i, t], saved           W rowwise [o, i]
+                                                        W columnwise [i, o]     both cast once a step
+                                                       /
+    g --- cast --> g rowwise [t, o] ------------------'                         dx = g W
+      \
+       `---------> g columnwise [o, t] and the saved x columnwise               dW = g^T x, into main_grad
 
-By the communication of the layer (`comm`), with bytes a value, where x and y are in 16 bits:
+By the communication of the layer (`comm`) in training, with bytes a value, where x and y are in 16 bits:
 
     comm       layer               x is cast    saved            forward              backward
     "copy"     column              both ways    x columnwise 1   -                    all-reduce dx 2
@@ -20,8 +21,11 @@ By the communication of the layer (`comm`), with bytes a value, where x and y ar
     "scatter"  row, s sharded      both ways    x columnwise 1   reduce-scatter y 2   gather g rowwise 1
 
 What is gathered is transposed behind (`Recipe.transposed`), so that one copy is sent: "gather" saves this
-rank's rows, and with "scatter" g is cast rowwise only, else both ways. Without FP8 weight gradients x is
-saved and dW is multiplied in 16 bits, gathers included, and rowwise is all that is cast.
+rank's rows, and with "scatter" g is cast rowwise only, else both ways. Without FP8 weight gradients
+(--fp8-wgrad) x is saved and dW is multiplied in 16 bits, gathers included, and rowwise is all that is cast.
+Without gradients, too, x is cast rowwise only, and nothing is saved.
+
+y is summed with less precision on a GPU (`fast`), as in Transformer Engine; gradients are not.
 
 A tensor with one scale has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe
 agrees on it, and when). With scales of rows, dW is rounded to bf16 on a GPU before it is added.
@@ -159,14 +163,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.dtype = x.dtype
 
-        if comm == "gather":
-            y, _ = fp8.matmuls.gather_matmul(copies.rowwise, w, axis, x.dtype, fast=True)
-        elif comm == "scatter":
-            y = fp8.matmuls.matmul_scatter(copies.rowwise, w, axis, x.dtype, fast=True).wait()
-        elif comm == "sum":
-            y = all_reduce_(fp8_matmul(copies.rowwise, w, x.dtype, fast=True), axis)
-        else:
-            y = fp8_matmul(copies.rowwise, w, x.dtype, fast=True)
+        y = forward_matmul(fp8, copies.rowwise, w, axis, comm, x.dtype)
         return y.view((-1, *x.shape[1:-1], len(weight)))
 
     @staticmethod
@@ -181,29 +178,16 @@ class Fp8LinearFunction(torch.autograd.Function):
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
 
-        # dx = g W, its communication started; what dW needs of other ranks is fetched beside
-        g_columnwise = g.columnwise
-        x_gather = None
-        if comm == "gather":
-            if fp8.recipe.wgrad and not is_deferred(weight):
-                x_gather = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
-            dx = fp8.matmuls.matmul_scatter(g.rowwise, w, axis, ctx.dtype)
-        elif comm == "scatter":
-            product, g_gathered = fp8.matmuls.gather_matmul(g.rowwise, w, axis, ctx.dtype)
-            dx = Pending(product)
-            if fp8.recipe.wgrad:
-                g_columnwise = fp8.recipe.transposed(g_gathered, "g")
-        else:
-            dx = start_input_grad_sum(fp8_matmul(g.rowwise, w, ctx.dtype), axis, comm)
+        # dx = g W, its sum started; x travels beside it, unless dW is deferred
+        x_columnwise = None
+        if fp8.recipe.wgrad:
+            now = not is_deferred(weight)
+            x_columnwise = saved_input(fp8, Fp8Matrix(*saved), axis, comm, now)
+        dx, g_columnwise = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            if comm == "gather":
-                wait = x_gather or fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
-                x_columnwise = fp8.recipe.transposed(wait(), "x")
-            else:
-                x_columnwise = Fp8Matrix(*saved)
-            write_weight_grad(out, beta, g_columnwise, x_columnwise)
+            write_weight_grad(out, beta, g_columnwise, x_columnwise())
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
             x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
@@ -212,6 +196,48 @@ class Fp8LinearFunction(torch.autograd.Function):
 
         dw = accumulate(weight, write_in_fp8 if fp8.recipe.wgrad else write_in_16_bits)
         return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
+
+
+def forward_matmul(
+    fp8: Fp8LayerState, x: Fp8Matrix, w: Fp8Matrix, axis: Axis, comm: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """y = x W^T with the communication of the table's forward. x `[t, i]`, w `[o, i]`, rowwise -> `[t, o]`"""
+    if comm == "gather":
+        return fp8.matmuls.gather_matmul(x, w, axis, dtype, fast=True)[0]
+    if comm == "scatter":
+        return fp8.matmuls.matmul_scatter(x, w, axis, dtype, fast=True).wait()
+    y = fp8_matmul(x, w, dtype, fast=True)
+    return all_reduce_(y, axis) if comm == "sum" else y
+
+
+def input_grad_matmul(
+    fp8: Fp8LayerState, g: Quantized, w: Fp8Matrix, axis: Axis, comm: str, dtype: torch.dtype
+) -> tuple[Pending, Fp8Matrix | None]:
+    """dx = g W with the communication of the table's backward -> dx in flight `[t, i]`, g columnwise `[o, t]`
+
+    g `[t, o]`; w `[i, o]`, columnwise. g columnwise: None if dW is not multiplied in FP8.
+    """
+    if comm == "gather":
+        return fp8.matmuls.matmul_scatter(g.rowwise, w, axis, dtype), g.columnwise
+    if comm == "scatter":
+        dx, g_rows = fp8.matmuls.gather_matmul(g.rowwise, w, axis, dtype)
+        return Pending(dx), fp8.recipe.transposed(g_rows, "g") if fp8.recipe.wgrad else None
+    dx = fp8_matmul(g.rowwise, w, dtype)
+    return start_input_grad_sum(dx, axis, comm), g.columnwise
+
+
+def saved_input(
+    fp8: Fp8LayerState, saved: Fp8Matrix, axis: Axis, comm: str, now: bool
+) -> Callable[[], Fp8Matrix]:
+    """Return a function that gives x columnwise `[i, t]`, for dW; saved `[i, t]`, with "gather" `[t/tp, i]`.
+
+    Rows are all-gathered: now, beside what follows, or when the function is called.
+    """
+    if comm != "gather":
+        return lambda: saved
+    start = partial(fp8.matmuls.start_gather, saved, axis)
+    started = start() if now else None
+    return lambda: fp8.recipe.transposed(started() if now else start()(), "x")
 
 
 def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
