@@ -72,6 +72,177 @@ Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
+def execute(
+    stages: "ModelChunks",
+    step: Callable[[GPTModel, int], torch.Tensor],
+    microbatches: int,
+    shape: tuple[int, int, int],
+    forward_only: bool = False,
+    tracer: "NoTracer | None" = None,
+) -> None:
+    """Run forward and backward of all microbatches in the order of the schedule of `stages`.
+
+    step(chunk, i): runs the forward of microbatch i through a chunk, whose input is set already. It returns
+    the chunk's output, of `shape` `[s, b, h]`, or for the last stage the 0-d loss to differentiate. All ranks
+    of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
+    neighbouring stages.
+    """
+    lists, exchanges = stages.plan(microbatches, forward_only)
+    rank = stages.pp.rank
+    runner = OpRunner(stages, step)
+    tracer = tracer or NoTracer()
+    empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
+    inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
+    outbox = Outbox(stages.links, most_open(lists[rank]))
+    arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
+    with torch.set_grad_enabled(not forward_only):
+        for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
+            for message in exchange.receives:
+                arrived[message.kind, message.stage, message.microbatch] = inbox.receive(message, tracer)
+            stage = stages.placed[rank][op.chunk]
+            received = arrived.pop((op.kind[0], stage, op.microbatch), None)
+            with tracer.op(op):
+                output = runner.run(op, received)
+            if exchange.sends is not None:
+                outbox.send(output, exchange.sends)
+            elif output is not None:  # the next stage is on this rank, too
+                arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
+    outbox.close()
+
+
+class OpRunner:
+    """Computes the ops of a rank, and keeps what a later op needs of an earlier one."""
+
+    def __init__(self, stages: "ModelChunks", step: Callable[[GPTModel, int], torch.Tensor]) -> None:
+        self.stages = stages
+        self.step = step
+        self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
+        self.works: dict[tuple[int, int], list] = {}
+
+    def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send"""
+        place = op.chunk, op.microbatch
+        if op.kind == "F":
+            return self._forward(place, received)
+        if op.kind == "W":
+            return self.stages.wgrad_store.run(self.works.pop(place))
+        state = self.states.pop(place)
+        state.output_grad.append(received)
+        if op.kind == "BW":
+            state.root.backward()
+        else:
+            with self.stages.wgrad_store.collect() as works:
+                state.root.backward()
+            self.works[place] = works
+        return state.input_grad[0] if state.input_grad else None
+
+    def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[place[0]]
+        output_grad = []
+        input_grad = []
+        if received is not None:
+            leaf = torch.empty(0, requires_grad=True)  # makes autograd record
+            chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
+        y = self.step(chunk, place[1])
+        if torch.is_grad_enabled():
+            root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
+            self.states[place] = ForwardState(root, output_grad, input_grad)
+        return None if chunk.post_process else y.detach()
+
+
+class ForwardState(NamedTuple):
+    """What a backward needs of its forward: its root, and lists to hold the gradients of output and input."""
+
+    root: torch.Tensor
+    output_grad: list
+    input_grad: list
+
+
+class InjectOutputGrad(torch.autograd.Function):
+    """The end of a stage's graph. x `[s, b, h]` -> `[]`; its backward returns the gradient in `received`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, received: list) -> torch.Tensor:
+        ctx.received = received
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.received.pop(), None
+
+
+class Inbox:
+    """Receives messages, on each link in the order in which they are sent.
+
+    On a CPU, where the host computes, the next receive is posted as soon as a message has arrived (`ahead`).
+    On a GPU the host runs ahead of the stream anyway, and posts a receive when it reaches the op that needs
+    it: then the message depends only on ops that are already launched.
+    """
+
+    def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
+        self.links = links
+        self.empty = empty
+        self.ahead = ahead
+        self.left = Counter(message.link for exchange in exchanges for message in exchange.receives)
+        self.posted = {link: self._post(link) for link in self.left} if ahead else {}
+
+    def _post(self, link: tuple[int, int]) -> Pending:
+        return start_receive(self.empty, self.links[link])
+
+    def receive(self, message: Message, tracer: "NoTracer") -> torch.Tensor:
+        """Wait for this message, the next one of its link -> `[s, b, h]` or `[s/tp, b, h]`"""
+        link = message.link
+        pending = self.posted.pop(link, None) or self._post(link)
+        tracer.receive(message, pending)
+        x = pending.wait()
+        tracer.received(message)
+        self.left[link] -= 1
+        if self.ahead and self.left[link]:
+            self.posted[link] = self._post(link)
+        return x
+
+
+class Outbox:
+    """Sends messages, and keeps each tensor until it has been sent.
+
+    Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
+    than `most` sends in flight, the most forwards without backward on this rank: it has arrived by then.
+    """
+
+    def __init__(self, links: Links, most: int) -> None:
+        self.links = links
+        self.most = most
+        self.in_flight = defaultdict(deque)
+
+    def send(self, x: torch.Tensor, message: Message) -> None:
+        """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
+        in_flight = self.in_flight[message.link]
+        in_flight.append(start_send(x, self.links[message.link]))
+        while in_flight and (in_flight[0].done or len(in_flight) > self.most):
+            in_flight.popleft().wait()
+
+    def close(self) -> None:
+        """Wait until everything has been sent; on a GPU the stream waits, not the host."""
+        for pending in chain(*self.in_flight.values()):
+            pending.wait()
+
+
+class NoTracer:
+    """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
+
+    watches = False  # whether it needs these calls in this step
+
+    def op(self, op: Op) -> AbstractContextManager:
+        """Entered for the computation of an op, after its message has arrived."""
+        return nullcontext()
+
+    def receive(self, message: Message, pending: Pending) -> None:
+        """Called before this rank waits for a message."""
+
+    def received(self, message: Message) -> None:
+        """Called after the wait."""
+
+
 class ModelChunks(nn.ModuleList):
     """The model chunks that this rank holds, in the order of the model, and their schedule.
 
@@ -144,177 +315,6 @@ class ModelChunks(nn.ModuleList):
         """Return the shape of every message; seq_length: the number of tokens of a row on this cp rank."""
         slices = self.tp.size if self.config.sequence_parallel and self.training else 1
         return seq_length // slices, micro_batch_size, self.config.hidden_size
-
-
-class InjectOutputGrad(torch.autograd.Function):
-    """The end of a stage's graph. x `[s, b, h]` -> `[]`; its backward returns the gradient in `received`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, received: list) -> torch.Tensor:
-        ctx.received = received
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.received.pop(), None
-
-
-class ForwardState(NamedTuple):
-    """What a backward needs of its forward: its root, and lists to hold the gradients of output and input."""
-
-    root: torch.Tensor
-    output_grad: list
-    input_grad: list
-
-
-class NoTracer:
-    """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
-
-    watches = False  # whether it needs these calls in this step
-
-    def op(self, op: Op) -> AbstractContextManager:
-        """Entered for the computation of an op, after its message has arrived."""
-        return nullcontext()
-
-    def receive(self, message: Message, pending: Pending) -> None:
-        """Called before this rank waits for a message."""
-
-    def received(self, message: Message) -> None:
-        """Called after the wait."""
-
-
-class Inbox:
-    """Receives messages, on each link in the order in which they are sent.
-
-    On a CPU, where the host computes, the next receive is posted as soon as a message has arrived (`ahead`).
-    On a GPU the host runs ahead of the stream anyway, and posts a receive when it reaches the op that needs
-    it: then the message depends only on ops that are already launched.
-    """
-
-    def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
-        self.links = links
-        self.empty = empty
-        self.ahead = ahead
-        self.left = Counter(message.link for exchange in exchanges for message in exchange.receives)
-        self.posted = {link: self._post(link) for link in self.left} if ahead else {}
-
-    def _post(self, link: tuple[int, int]) -> Pending:
-        return start_receive(self.empty, self.links[link])
-
-    def receive(self, message: Message, tracer: NoTracer) -> torch.Tensor:
-        """Wait for this message, the next one of its link -> `[s, b, h]` or `[s/tp, b, h]`"""
-        link = message.link
-        pending = self.posted.pop(link, None) or self._post(link)
-        tracer.receive(message, pending)
-        x = pending.wait()
-        tracer.received(message)
-        self.left[link] -= 1
-        if self.ahead and self.left[link]:
-            self.posted[link] = self._post(link)
-        return x
-
-
-class Outbox:
-    """Sends messages, and keeps each tensor until it has been sent.
-
-    Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
-    than `most` sends in flight, the most forwards without backward on this rank: it has arrived by then.
-    """
-
-    def __init__(self, links: Links, most: int) -> None:
-        self.links = links
-        self.most = most
-        self.in_flight = defaultdict(deque)
-
-    def send(self, x: torch.Tensor, message: Message) -> None:
-        """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
-        in_flight = self.in_flight[message.link]
-        in_flight.append(start_send(x, self.links[message.link]))
-        while in_flight and (in_flight[0].done or len(in_flight) > self.most):
-            in_flight.popleft().wait()
-
-    def close(self) -> None:
-        """Wait until everything has been sent; on a GPU the stream waits, not the host."""
-        for pending in chain(*self.in_flight.values()):
-            pending.wait()
-
-
-class OpRunner:
-    """Computes the ops of a rank, and keeps what a later op needs of an earlier one."""
-
-    def __init__(self, stages: ModelChunks, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
-        self.stages = stages
-        self.step = step
-        self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
-        self.works: dict[tuple[int, int], list] = {}
-
-    def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send"""
-        place = op.chunk, op.microbatch
-        if op.kind == "F":
-            return self._forward(place, received)
-        if op.kind == "W":
-            return self.stages.wgrad_store.run(self.works.pop(place))
-        state = self.states.pop(place)
-        state.output_grad.append(received)
-        if op.kind == "BW":
-            state.root.backward()
-        else:
-            with self.stages.wgrad_store.collect() as works:
-                state.root.backward()
-            self.works[place] = works
-        return state.input_grad[0] if state.input_grad else None
-
-    def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
-        chunk = self.stages[place[0]]
-        output_grad = []
-        input_grad = []
-        if received is not None:
-            leaf = torch.empty(0, requires_grad=True)  # makes autograd record
-            chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
-        y = self.step(chunk, place[1])
-        if torch.is_grad_enabled():
-            root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
-            self.states[place] = ForwardState(root, output_grad, input_grad)
-        return None if chunk.post_process else y.detach()
-
-
-def execute(
-    stages: ModelChunks,
-    step: Callable[[GPTModel, int], torch.Tensor],
-    microbatches: int,
-    shape: tuple[int, int, int],
-    forward_only: bool = False,
-    tracer: NoTracer | None = None,
-) -> None:
-    """Run forward and backward of all microbatches in the order of the schedule of `stages`.
-
-    step(chunk, i): runs the forward of microbatch i through a chunk, whose input is set already. It returns
-    the chunk's output, of `shape` `[s, b, h]`, or for the last stage the 0-d loss to differentiate. All ranks
-    of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
-    neighbouring stages.
-    """
-    lists, exchanges = stages.plan(microbatches, forward_only)
-    rank = stages.pp.rank
-    runner = OpRunner(stages, step)
-    tracer = tracer or NoTracer()
-    empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
-    inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
-    outbox = Outbox(stages.links, most_open(lists[rank]))
-    arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
-    with torch.set_grad_enabled(not forward_only):
-        for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
-            for message in exchange.receives:
-                arrived[message.kind, message.stage, message.microbatch] = inbox.receive(message, tracer)
-            stage = stages.placed[rank][op.chunk]
-            received = arrived.pop((op.kind[0], stage, op.microbatch), None)
-            with tracer.op(op):
-                output = runner.run(op, received)
-            if exchange.sends is not None:
-                outbox.send(output, exchange.sends)
-            elif output is not None:  # the next stage is on this rank, too
-                arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
-    outbox.close()
 
 
 def warm_up(
