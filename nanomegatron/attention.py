@@ -127,7 +127,7 @@ class SelfAttention(nn.Module):
         fused = self.config.masked_softmax_fusion
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if batch.shard is not None:
+            if batch.shard is not None:  # rows over cp: in training, without dropout (config/check_layout.py)
                 return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
             p, drop = self._dropout(q, batch)
             context, _ = kernel(q, k, v, self.backend, mask, p, drop, fused)

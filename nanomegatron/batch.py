@@ -1,6 +1,14 @@
 """One microbatch: loaders make it, the training step adds to it, the model reads it.
 
 Tests: tests/test_model.py. Page: docs/data.md.
+
+A row of 8 tokens with three documents, kept apart (--reset-position-ids, --reset-attention-mask):
+
+    tokens         a  b  .  c  .  d  e  f       . ends a document; the first one began in an earlier row
+    labels         b  .  c  .  d  e  f  g       the token that follows, also across documents
+    positions      0  1  2  3  4  5  6  7
+    position_ids   0  1  2  0  1  0  1  2
+    cu_seqlens     0        3     5        8    a query sees keys of its own document
 """
 
 from collections.abc import Callable

@@ -367,7 +367,7 @@ def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 
 
 def is_freed(param: torch.Tensor) -> bool:
-    """Whether a parameter has no memory of its own: it is one value, expanded (fast/fp8_gather.py)."""
+    """Whether param `[n, k]` has no memory of its own: it is one value, expanded (fast/fp8_gather.py)."""
     return not any(param.stride())
 
 

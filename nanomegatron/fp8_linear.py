@@ -178,7 +178,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
 
-        # dx = g W, its sum started; x travels beside it, unless dW is deferred
+        # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
         x_columnwise = None
         if fp8.recipe.wgrad:
             now = not is_deferred(weight)

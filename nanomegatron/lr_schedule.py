@@ -96,7 +96,7 @@ def step_values(
     samples_before: Sequence[int],
     schedules: Callable[[Config, Sequence[int]], Schedules] = schedules,
 ) -> list[list[float]]:
-    """Return the values of `schedules` for each step, and for one step more."""
+    """Return the values of `schedules` for each step, and for one step more: `[3][steps + 1]`"""
     return [[at(samples) for samples in samples_before] for at in schedules(config, samples_before)]
 
 
