@@ -83,23 +83,25 @@ class Timeline:
     peak_until_weight: list[int]  # of each rank: most forwards whose weight gradient is not computed yet
 
 
-# Every schedule takes the microbatches of a chunk in order, so the functions below omit the microbatch: `F1`
-# is the forward of chunk 1 for its next microbatch. With fewer microbatches than fill the pipeline they write
+# Every schedule takes the microbatches of a chunk in order, so these functions omit the microbatch: "F" of
+# a chunk is its forward for the next microbatch. With fewer microbatches than fill the pipeline they write
 # the order for as many as fill it, n, and `schedule` drops the ops of those that are not there.
+KindAndChunk = tuple[str, int]
 
 
-def gpipe(microbatches: int, chunks: int) -> list[str]:
+def gpipe(microbatches: int, chunks: int) -> list[KindAndChunk]:
     """All forwards, then all backwards; with chunks, one chunk after the other (breadth first, 2211.05953).
 
     rank 0  F0  F1  F2  .   .   .   .   .   .   BW0==== BW1==== BW2====
     rank 1  .   F0  F1  F2  .   .   .   BW0==== BW1==== BW2====
     rank 2  .   .   F0  F1  F2  BW0==== BW1==== BW2====
     """
-    forwards = [f"F{chunk}" for chunk in range(chunks) for _ in range(microbatches)]
-    return forwards + [f"BW{chunk}" for chunk in reversed(range(chunks)) for _ in range(microbatches)]
+    forwards = [("F", chunk) for chunk in range(chunks) for _ in range(microbatches)]
+    backwards = [("BW", chunk) for chunk in reversed(range(chunks)) for _ in range(microbatches)]
+    return forwards + backwards
 
 
-def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
+def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[KindAndChunk]:
     """One forward for each later rank, then alternately a forward and a backward, then the other backwards.
 
     rank 0  F0  F1  F2  .   .   .   .   BW0==== F3  BW1==== .   BW2==== .   BW3====
@@ -108,12 +110,17 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     ahead = stages - 1 - rank
     n = max(microbatches, stages)
-    return ["F0"] * ahead + ["F0", "BW0"] * (n - ahead) + ["BW0"] * ahead
+    forward = ("F", 0)
+    backward = ("BW", 0)
+    warm_up = [forward] * ahead
+    steady = [forward, backward] * (n - ahead)
+    cool_down = [backward] * ahead
+    return warm_up + steady + cool_down
 
 
 def interleaved(
     rank: int, stages: int, microbatches: int, chunks: int, group: int | None = None
-) -> list[str]:
+) -> list[KindAndChunk]:
     """1f1b with `chunks` model chunks per rank, in groups of `group` microbatches (None: `stages`).
 
     A group runs through chunk 0, then chunk 1 ...; backwards do the same from the last chunk down. The order
@@ -124,8 +131,8 @@ def interleaved(
     rank 1  .    F0a  F1a  F0b  BW0b===== F1b  BW1b===== BW0a===== BW1a=====
     """
     sizes = _group_sizes(microbatches, stages, group or stages)
-    forwards = [f"F{chunk}" for size in sizes for chunk in range(chunks) for _ in range(size)]
-    backwards = [f"BW{chunk}" for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
+    forwards = [("F", chunk) for size in sizes for chunk in range(chunks) for _ in range(size)]
+    backwards = [("BW", chunk) for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
     ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * max(stages, *sizes), len(forwards))
     steady = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
     return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
@@ -139,7 +146,7 @@ def _group_sizes(microbatches: int, stages: int, group: int) -> list[int]:
     return [group] * full + [rest]
 
 
-def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
+def zb_h1(rank: int, stages: int, microbatches: int) -> list[KindAndChunk]:
     """1f1b with deferred weight gradients, more of them on later ranks, to fill the bubble at the end.
 
     rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -148,15 +155,16 @@ def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     ahead = stages - 1 - rank
     n = max(microbatches, stages)
-    warm_up = ["F0"] * ahead
-    deferring = ["F0", "B0"] * rank
-    steady = ["F0", "B0", "W0"] * (n - stages + 1)
-    cool_down = ["B0", "W0"] * ahead
-    deferred = ["W0"] * rank
+    f, b, w = [(kind, 0) for kind in "FBW"]
+    warm_up = [f] * ahead
+    deferring = [f, b] * rank
+    steady = [f, b, w] * (n - stages + 1)
+    cool_down = [b, w] * ahead
+    deferred = [w] * rank
     return warm_up + deferring + steady + cool_down + deferred
 
 
-def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
+def zb_v(rank: int, stages: int, microbatches: int) -> list[KindAndChunk]:
     """Two chunks per rank, placed down the ranks and up again, so that the loss is on the first rank.
 
     rank 0  F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a
@@ -164,12 +172,14 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
     """
     n = max(microbatches, 2 * stages - 1)
     left = stages - rank  # ranks from this one to the tip of the V
-    warm_up = ["F0"] * (2 * left - 1)  # until the first microbatch is back at this rank
-    filling = ["F1", "F0"] * rank + ["F1", "B1", "W1"] * left
-    steady = ["F0", "B0", "W0", "F1", "B1", "W1"] * (n - 2 * stages + 1 + rank)
-    cool_down = ["B0", "W0", "F1", "B1", "W1"] * (left - 1)
-    deferring = ["B0", "B1"] * rank + ["B0", "W0"] * left
-    deferred = ["W1"] * rank + ["W0"] * rank
+    fa, ba, wa = [(kind, 0) for kind in "FBW"]
+    fb, bb, wb = [(kind, 1) for kind in "FBW"]
+    warm_up = [fa] * (2 * left - 1)  # until the first microbatch is back at this rank
+    filling = [fb, fa] * rank + [fb, bb, wb] * left
+    steady = [fa, ba, wa, fb, bb, wb] * (n - 2 * stages + 1 + rank)
+    cool_down = [ba, wa, fb, bb, wb] * (left - 1)
+    deferring = [ba, bb] * rank + [ba, wa] * left
+    deferred = [wb] * rank + [wa] * rank
     return warm_up + filling + steady + cool_down + deferring + deferred
 
 
@@ -212,11 +222,10 @@ def _check(name: str, stages: int, chunks: int) -> None:
         raise ValueError(f"{name} with {chunks} chunks a rank: interleaved and gpipe take more chunks")
 
 
-def _numbered(order: list[str], microbatches: int) -> list[Op]:
+def _numbered(order: list[KindAndChunk], microbatches: int) -> list[Op]:
     """Give the ops their microbatches; drop ops past the last one, which only gave the order its shape."""
-    split = {word: (word.rstrip("0123456789"), int(word.lstrip("FBW"))) for word in set(order)}
-    following = {word: count() for word in split}
-    ops = [Op(*split[word], next(following[word])) for word in order]
+    following = defaultdict(count)
+    ops = [Op(kind, chunk, next(following[kind, chunk])) for kind, chunk in order]
     return [op for op in ops if op.microbatch < microbatches]
 
 
