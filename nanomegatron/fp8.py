@@ -13,18 +13,18 @@ x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344
 tensor's way, in the plainest recipe:
 
     Fp8LayerState.cast                                  x, "x", which copies, over which ranks x is split
-        Tensorwise.cast
+        Recipe.scale
             amax = the largest |x|, max over the ranks  tensor_amax
             scale = limit / amax                        fp8_scale; limit: the format's largest / 2^margin
-            q = fp8(x * scale), and 1 / scale           cast_to_amax -> Quantized: the copies
+        q = fp8(x * scale), and 1 / scale               Recipe.cast -> Quantized: the copies
     y = q_x q_W^T / (scale_x scale_W)                   fp8_linear.py
 
 The other recipes differ in what has a scale, and from which amax. "Rowwise" is two things: a copy of a tensor
 in its own order, which all recipes make; and `--fp8-recipe rowwise`, a scale for each row, here RowScaled.
 
     recipe      a scale for each   amax                      agreed over     when            W is cast
-    delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
-                                   cast records its own      (Scales.axes)   max of all      or at first use
+    delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: all   by the optimizer,
+                                   cast records its own      (Scales.axes)   layers at once  or at first use
     tensorwise  tensor             of this one: a pass       tp, where the   every cast:     at first use, or
                                    before the cast           tensor is split one number      by the optimizer
     rowwise     row of each copy   of this row               -               -               at first use
@@ -113,8 +113,9 @@ class Fp8LayerState:
         """Quantize x `[m, k]` as the tensor `role`, "x", "w" or "g".
 
         copies: "rowwise", "columnwise" or "both". axis: its ranks hold other rows or columns of the same
-        tensor; tensorwise scaling all-reduces one number over it. record: keep the amax for later steps
-        (delayed scaling), and count the cast in statistics; false in evaluation.
+        tensor; tensorwise scaling, and delayed in its first step, all-reduce one number over it. record: keep
+        the amax for later steps (delayed scaling), and count the cast in statistics; false for x and g in
+        evaluation.
         """
         x = x.detach()
         quantized = self.recipe.cast(self, x, role, copies, axis, record)
@@ -144,13 +145,22 @@ class Fp8LayerState:
         """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
         return self.recipe.keeps_history and not self.scales.no_history_yet
 
+    def known_scale(self, role: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale of x, w or g and its inverse, where `has_scale` -> `[]`, `[]`"""
+        slot = self.slot(role)
+        return self.scales.scale[slot], self.scales.inverses[slot, 0]
+
+    def output(self, role: str, scale: torch.Tensor, copies: str, record: bool) -> Fp8Output:
+        """How to write x, w or g with the scale `[]`; record: its amax, where a history is kept."""
+        amax = None
+        if record and self.recipe.keeps_history:
+            amax = self.scales.history[0, self.slot(role)]
+        return Fp8Output(self.recipe.dtype(role), scale, amax, copies)
+
     def scaled_output(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
         """How to write x, w or g with its known scale -> Fp8Output, and the scale's inverse `[]`"""
-        slot = self.slot(role)
-        scales = self.scales
-        amax = scales.history[0, slot] if record else None
-        output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
-        return output, scales.inverses[slot, 0]
+        scale, inverse = self.known_scale(role)
+        return self.output(role, scale, copies, record), inverse
 
     def record_stats(
         self, role: str, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True
@@ -198,10 +208,10 @@ class Scales:
         """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
         if self.layers:
             self.recipe.end_step(self)
-        self.discard_step()
+        self.clear_step()
 
-    def discard_step(self) -> None:
-        """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
+    def clear_step(self) -> None:
+        """Zero this step's amaxes and drop the casts of weights; a warm-up leaves no others."""
         self.history[:1] = 0.0
         self.clear_weight_cache()
 
@@ -210,15 +220,16 @@ class Scales:
         for layer in self.layers.values():
             layer.cached_weight = layer.optimizer_cast = None
 
-    def update_inverses(self) -> None:
-        """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
-        self.inverses.copy_((1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE))
+    def set_inverses(self, inverse: torch.Tensor) -> None:
+        """Copy inverse `[n]` of all scales to where matmuls, and graphs of kernels, read them."""
+        self.inverses.copy_(inverse[:, None].expand(-1, INVERSE_STRIDE))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes share; each is a class with `cast`. Raises ValueError for unknown settings.
+    """What all recipes share. Raises ValueError for unknown settings.
 
+    A recipe is a class with another `scale`, or where a tensor has several, another `cast` and `transposed`.
     The fields are the settings of a run, not all of which matter to each recipe.
     """
 
@@ -251,7 +262,15 @@ class Recipe:
         self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
         """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8LayerState.cast`."""
-        raise NotImplementedError
+        scale, inverse = self.scale(layer, x, role, axis)
+        output = layer.output(role, scale, copies, record)
+        return Quantized.with_scale(output.cast(x), inverse)
+
+    def scale(
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale that takes the amax of x `[m, k]` to the limit, and its inverse -> `[]`, `[]`"""
+        return fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
@@ -264,10 +283,6 @@ class Recipe:
 class Tensorwise(Recipe):
     """A scale for each tensor from its own amax: a pass before the cast, and one number over `axis`."""
 
-    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
-        """Read x for its amax, then again to cast it."""
-        return cast_to_amax(self, x, role, copies, tensor_amax(x, axis))
-
 
 class Delayed(Recipe):
     """A scale for each tensor from the amaxes of earlier steps, the same on all ranks of `Scales.axes`.
@@ -277,23 +292,19 @@ class Delayed(Recipe):
 
     keeps_history = True
 
-    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
-        """Use the scale of earlier steps, and record the amax for later ones."""
+    def scale(self, layer, x, role, axis) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale that `end_step` computed, whatever x `[m, k]` is, and its inverse -> `[]`, `[]`"""
         if layer.has_scale:
-            output, inverse = layer.scaled_output(role, copies, record)
-            return Quantized.with_scale(output.cast(x), inverse)
-        amax = tensor_amax(x, axis)
-        if record:
-            recorded = layer.scales.history[0, layer.slot(role)]
-            recorded.copy_(torch.maximum(recorded, amax))
-        return cast_to_amax(self, x, role, copies, amax)
+            return layer.known_scale(role)
+        return super().scale(layer, x, role, axis)
 
     def end_step(self, scales: Scales) -> None:
         """All-reduces the amaxes of this step, all at once, over each axis."""
         all_reduce_amax_(scales.history[0], scales.axes)
+        inverse = torch.empty_like(scales.scale)
         most_recent = self.algo == "most_recent"
-        fp8_update(scales.history, scales.scale, torch.empty_like(scales.scale), scales.limits, most_recent)
-        scales.update_inverses()
+        fp8_update(scales.history, scales.scale, inverse, scales.limits, most_recent)
+        scales.set_inverses(inverse)
         scales.no_history_yet = False
 
 
@@ -369,10 +380,3 @@ def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 def is_freed(param: torch.Tensor) -> bool:
     """Whether param `[n, k]` has no memory of its own: it is one value, expanded (fast/fp8_gather.py)."""
     return not any(param.stride())
-
-
-def cast_to_amax(recipe: Recipe, x: torch.Tensor, role: str, copies: str, amax: torch.Tensor) -> Quantized:
-    """Cast x `[m, k]` with the scale that takes amax `[]` to the limit."""
-    scale, inverse = fp8_scale(amax, recipe.limit(role), recipe.power_of_two)
-    output = Fp8Output(recipe.dtype(role), scale, outputs=copies)
-    return Quantized.with_scale(output.cast(x), inverse)

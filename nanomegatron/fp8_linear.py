@@ -53,6 +53,24 @@ from nanomegatron.param import (
 from nanomegatron.tp import start_input_grad_sum
 
 
+class Casts(NamedTuple):
+    """Which copies of x and g a layer needs in training; whether each tp rank has a part of its own."""
+
+    x: str
+    x_sharded: bool
+    g: str
+    g_sharded: bool
+
+
+CASTS = {  # by the layer's communication: columns 2 and 3 of the table above
+    "copy": Casts("both", False, "both", True),
+    "gather": Casts("rowwise", True, "both", True),
+    "sum": Casts("both", True, "both", False),
+    "scatter": Casts("both", True, "rowwise", True),
+    "": Casts("both", False, "both", False),  # experts
+}
+
+
 class Fp8Input(NamedTuple):
     """An input of an FP8 layer with what is quantized already.
 
@@ -96,8 +114,8 @@ def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
     return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
 
 
-def accepts_fp8(linear: nn.Module) -> bool:
-    """Whether a layer of tp.py reads only FP8 copies of x: else it computes its weight gradient from x."""
+def reads_only_fp8(linear: nn.Module) -> bool:
+    """Whether a layer of tp.py reads x in FP8 only: else its weight gradient is from x in 16 bits."""
     return linear.fp8 is not None and linear.fp8.recipe.wgrad
 
 
@@ -122,17 +140,17 @@ def fp8_linear(
 
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
-    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
-    y = Fp8LinearFunction.apply(
-        given.x, weight, axis, comm, fp8, given.copies, given.grad_copies, torch.is_grad_enabled()
-    )
+    if not isinstance(x, Fp8Input):
+        x = Fp8Input(x)
+    copies = x.copies or cast_input(fp8, x.x, axis, comm, trains=torch.is_grad_enabled())
+    y = Fp8LinearFunction.apply(x.x, weight, axis, comm, fp8, copies, x.grad_copies)
     return add_bias(y, bias, accumulate)
 
 
 class Fp8LinearFunction(torch.autograd.Function):
     """`fp8_linear` without the bias. x `[..., i]`, weight `[o, i]` -> `[..., o]`
 
-    copies, grad_copies: those of an `Fp8Input`.
+    copies: of x, whose own values are read only for a dW in 16 bits. grad_copies: as of `Fp8Input`.
     """
 
     @staticmethod
@@ -143,12 +161,9 @@ class Fp8LinearFunction(torch.autograd.Function):
         axis: Axis,
         comm: str,
         fp8: Fp8LayerState,
-        copies: Quantized | None,
+        copies: Quantized,
         grad_copies: list[Quantized] | None,
-        trains: bool,
     ) -> torch.Tensor:
-        if copies is None:
-            copies = cast_input(fp8, x, axis, comm, trains)
         w = fp8.weight(weight, axis).rowwise
 
         saved = (x,)
@@ -179,15 +194,18 @@ class Fp8LinearFunction(torch.autograd.Function):
         w = fp8.weight(weight, axis).columnwise
 
         # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
-        x_columnwise = None
-        if fp8.recipe.wgrad:
-            now = not is_deferred(weight)
-            x_columnwise = saved_input(fp8, Fp8Matrix(*saved), axis, comm, now)
+        gathering = None
+        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
+            gathering = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
         dx, g_columnwise = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            write_weight_grad(out, beta, g_columnwise, x_columnwise())
+            x = Fp8Matrix(*saved)
+            if comm == "gather":
+                wait = gathering or fp8.matmuls.start_gather(x, axis)
+                x = fp8.recipe.transposed(wait(), "x")
+            write_weight_grad(out, beta, g_columnwise, x)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
             x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
@@ -195,7 +213,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             add_product(out, dy, x, beta)
 
         dw = accumulate(weight, write_in_fp8 if fp8.recipe.wgrad else write_in_16_bits)
-        return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 6
+        return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 5
 
 
 def forward_matmul(
@@ -226,35 +244,22 @@ def input_grad_matmul(
     return start_input_grad_sum(dx, axis, comm), g.columnwise
 
 
-def saved_input(
-    fp8: Fp8LayerState, saved: Fp8Matrix, axis: Axis, comm: str, now: bool
-) -> Callable[[], Fp8Matrix]:
-    """Return a function that gives x columnwise `[i, t]`, for dW; saved `[i, t]`, with "gather" `[t/tp, i]`.
-
-    Rows are all-gathered: now, beside what follows, or when the function is called.
-    """
-    if comm != "gather":
-        return lambda: saved
-    start = partial(fp8.matmuls.start_gather, saved, axis)
-    started = start() if now else None
-    return lambda: fp8.recipe.transposed(started() if now else start()(), "x")
-
-
 def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
     """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
-    sharded_over = None if comm == "copy" else axis
-    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), sharded_over, trains)
+    split = axis if CASTS[comm].x_sharded else None
+    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), split, trains)
 
 
 def input_copies(fp8: Fp8LayerState, comm: str, trains: bool) -> str:
-    """Return which copies of x a layer needs: columnwise too for dW, unless its backward gathers x."""
-    return "both" if trains and fp8.recipe.wgrad and comm != "gather" else "rowwise"
+    """Return which copies of x a layer needs; columnwise is for dW."""
+    return CASTS[comm].x if trains and fp8.recipe.wgrad else "rowwise"
 
 
 def cast_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """Cast grad `[..., o]` to the copies that the backward needs; with "scatter" to those to be gathered."""
-    copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
-    return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)
+    """Cast grad `[..., o]` to the copies that the backward needs. tensorwise: as `cast_input`."""
+    copies = CASTS[comm].g if fp8.recipe.wgrad else "rowwise"
+    split = axis if CASTS[comm].g_sharded else None
+    return fp8.cast(grad.flatten(0, -2), "g", copies, split)
 
 
 def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) -> None:

@@ -32,7 +32,7 @@ from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
-from nanomegatron.fp8_linear import Fp8Matmuls, accepts_fp8
+from nanomegatron.fp8_linear import Fp8Matmuls, reads_only_fp8
 from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import run_layers
@@ -129,12 +129,12 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
                 module.linear = paths.linear
         if isinstance(module, OutputLayer):
             module.loss = paths.loss
-            if paths.producers and accepts_fp8(module) and not module.config.final_logit_softcapping:
+            if paths.producers and reads_only_fp8(module) and not module.config.final_logit_softcapping:
                 module.loss = quantizing_loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = attention_over_cp(paths.context, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
-        elif isinstance(module, MLP) and paths.producers and accepts_fp8(module.linear_fc2):
+        elif isinstance(module, MLP) and paths.producers and reads_only_fp8(module.linear_fc2):
             module.run = partial(quantizing_mlp, discards="mlp_act" in paths.discards)
     return stages

@@ -325,7 +325,7 @@ def warm_up_step(run: Training) -> None:
     warm_up(run.model, step, run.message_shape)
     run.buckets.finish_grad_sync()
     if run.model.scales is not None:
-        run.model.scales.discard_step()
+        run.model.scales.clear_step()
 
 
 def due(interval: int | None, iteration: int) -> bool:

@@ -237,7 +237,7 @@ def test_a_rehearsal_leaves_no_trace():
     model, scales, buckets, optimizer = built("delayed")
     batch = torch.randint(29, (4, 17), generator=torch.Generator().manual_seed(1))
     step_of(model, buckets, batch)
-    scales.discard_step()
+    scales.clear_step()
     assert not scales.history.any()
     optimizer.cast_weights()
     optimizer.cast_weights()

@@ -13,7 +13,7 @@ Journey TokenDispatch | OnTheWay AsyncHostCopy | Trip AsyncExchange | under_way 
 set_out prefetch | Soon OverlappedWgrads | Deferred WeightGradStore | when_due accumulate
 now_or accumulate | puts_off is_deferred | contribute accumulate | made_again recompute
 stand_in fp8_placeholder | casts_of Quantized | kept_of saved_form | fp8_turn fp8_transpose
-_agree_ all_reduce_amax_ | knows_scales has_scale | takes_casts accepts_fp8 | Inlet CaptureInputGrad
+_agree_ all_reduce_amax_ | knows_scales has_scale | takes_casts reads_only_fp8 | Inlet CaptureInputGrad
 Outlet InjectOutputGrad | wires p2p_links | WIRE_CTAS P2P_MAX_CTAS | Leg Transfer | Legs TransferPlan
 start_shift start_ring_exchange | ring_shift start_ring_exchange | start_swap start_all_to_all
 Round RingRound | _meet overlap | _sides query_key_rows | travelling ring_kv

@@ -36,6 +36,6 @@ def load_fp8_state(scales: Scales, state: Mapping[str, torch.Tensor]) -> None:
     for name, layer in scales.layers.items() if expected else ():
         scales.history[:, layer.slots] = state[f"{name}.fp8_history"].to(scales.history.device)
         scales.scale[layer.slots] = state[f"{name}.fp8_scale"].to(scales.scale.device)
-    scales.update_inverses()
+    scales.set_inverses(1.0 / scales.scale)
     scales.no_history_yet = not bool((scales.history != 0).any() | (scales.scale != 1).any())
     scales.clear_weight_cache()

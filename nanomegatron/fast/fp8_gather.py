@@ -128,7 +128,7 @@ def update_weight_scales(scales: Scales) -> None:
     weights = slice(ROLES.index("w"), None, len(ROLES))
     amax = all_reduce_amax_(scales.history[0, weights].clone(), scales.axes)
     scales.scale[weights] = fp8_scale(amax, recipe.limit("w"), recipe.power_of_two)[0]
-    scales.update_inverses()
+    scales.set_inverses(1.0 / scales.scale)
 
 
 class CastShard(ShardState):
@@ -173,7 +173,7 @@ class CastUpdates(ShardUpdates):
         waiting = []
         casting = [shard for shard in shards if isinstance(shard.bucket.gathered, WeightCasts)]
         for scales in {shard.bucket.gathered.scales for shard in casting}:
-            scales.discard_step()
+            scales.clear_step()
         for shard in casting:
             shard.publish()
             self._start_gather(shard, waiting)

@@ -33,7 +33,7 @@ from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.fast.discard_output import discard
 from nanomegatron.fast.fused_layer import Branch, fused_norm
 from nanomegatron.fp8 import Fp8LayerState, Quantized
-from nanomegatron.fp8_linear import Fp8Input, accepts_fp8, cast_input, input_copies
+from nanomegatron.fp8_linear import Fp8Input, cast_input, input_copies, reads_only_fp8
 from nanomegatron.layers import MLP, Norm, OutputLayer, run_mlp
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_stats
@@ -74,7 +74,7 @@ def quantizing_norm(
 
     x `[s, b, h]` or `[s/tp, b, h]` -> the norm, and the sum `[..., h]`
     """
-    if reader is None or not accepts_fp8(reader) or not isinstance(norm, Norm):
+    if reader is None or not reads_only_fp8(reader) or not isinstance(norm, Norm):
         return fused_norm(norm, reader, x, branch)
     if not (norm.fused and reader.fp8.has_scale):
         y, total = fused_norm(norm, reader, x, branch)
@@ -106,7 +106,7 @@ def quantizing_mlp(
     if has_hooks(mlp.linear_fc1) or has_hooks(mlp.linear_fc2):
         return run_mlp(mlp, x, linear_fc1, linear_fc2)
     grad_copies: list[Quantized] = []
-    if accepts_fp8(mlp.linear_fc1):
+    if reads_only_fp8(mlp.linear_fc1):
         given = x if isinstance(x, Fp8Input) else Fp8Input(x)
         x = given._replace(grad_copies=grad_copies)
     x, bias = linear_fc1(x)
@@ -127,7 +127,7 @@ def quantizing_activate(
     x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> `[..., f]`, where f is this rank's f/tp
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    if accepts_fp8(first) and first.fp8.has_scale and second.fp8.has_scale:
+    if reads_only_fp8(first) and first.fp8.has_scale and second.fp8.has_scale:
         copies, trains = copies_for(second)
         if mlp.fused and first.bias is None:
             y, casts = GatedFp8Function.apply(x, first.fp8, second.fp8, copies, trains, grad_copies)

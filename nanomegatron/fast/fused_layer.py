@@ -29,7 +29,7 @@ from nanomegatron.attention import Cache
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.fast.discard_output import discard
-from nanomegatron.fp8_linear import Fp8Input, accepts_fp8
+from nanomegatron.fp8_linear import Fp8Input, reads_only_fp8
 from nanomegatron.layers import MLP, Norm
 from nanomegatron.model import TransformerLayer
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
@@ -208,5 +208,5 @@ def fused_mlp(
     if not mlp.recompute:
         return mlp.run(mlp, x, linear_fc1, linear_fc2)
     run = partial(mlp.run, mlp, linear_fc1=mlp.linear_fc1, linear_fc2=linear_fc2)
-    with discarding(always=accepts_fp8(mlp.linear_fc1)):  # which would read FP8, but x is kept in 16 bits
+    with discarding(always=reads_only_fp8(mlp.linear_fc1)):  # which would read FP8, but x is kept in 16 bits
         return recomputed(run, x)

@@ -56,7 +56,7 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     run.progress.iteration = now
     scaler.scale = scale
     if scales is not None:
-        scales.discard_step()
+        scales.clear_step()
         load_fp8_state(scales, fp8)
         run.optimizer.cast_weights()
     return loss, norm
