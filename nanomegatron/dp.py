@@ -217,6 +217,12 @@ class Bucket:
         self.microbatches = microbatches
         self.stale = set(self.params)  # with gradients of the last step
 
+    def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
+        """Where to write a gradient -> `[...]`, and beta, 0 for a parameter's first one of a step"""
+        beta = 0 if param in self.stale else 1
+        self.stale.discard(param)
+        return param.main_grad, beta
+
     def ready(self, param: nn.Parameter) -> None:
         """Count a contribution that has been written. Raises RuntimeError for one too many."""
         self.stale.discard(param)
@@ -228,7 +234,7 @@ class Bucket:
             )
         self.seen += 1
         if self.seen % self.uses == 0:
-            self.buckets.on_full(self, self.done == self.microbatches)
+            self.buckets.on_full(self)
 
     @property
     def done(self) -> int:
@@ -372,9 +378,9 @@ class ParamAndGradBuckets:
             bucket.gathered.free_params()
             bucket.start_step(microbatches)
 
-    def on_full(self, bucket: Bucket, last: bool) -> None:
-        """Called when a bucket has all contributions of a microbatch; last: of the step's last microbatch."""
-        if last and self.overlap_reduce:
+    def on_full(self, bucket: Bucket) -> None:
+        """Called when a bucket has all contributions of a microbatch."""
+        if bucket.done == bucket.microbatches and self.overlap_reduce:
             self.in_flight.append((bucket, bucket.start_reduce(self.op)))
 
     def start_reductions(self) -> None:

@@ -192,9 +192,14 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """
     if param is None or not param.requires_grad:
         return None
-    if is_deferred(param, runs_beside_nccl=True):
+    if addition_is_deferred(param):
         param.wgrad_store.queue.append((param, write))
         return None
+    return write_now(param, write)
+
+
+def write_now(param: nn.Parameter, write: Write) -> torch.Tensor | None:
+    """Write and report a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
     out, beta = grad_buffer(param)
     if out is None:
         out = torch.empty_like(param)
@@ -206,18 +211,9 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
 
 
 def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
-    """Where to write a gradient -> `[...]`, and beta, 0 for the first of a step; (None, 0) without a bucket.
-
-    If the bucket frees its gradients between microbatches, this allocates them again.
-    """
+    """Where to write a gradient -> `[...]`, and beta, 0 for a step's first one; (None, 0) without a bucket"""
     bucket = getattr(param, "bucket", None)
-    if bucket is None:
-        return None, 0
-    if param.main_grad is None:
-        bucket.alloc_grads()
-    beta = 0 if param in bucket.stale else 1
-    bucket.stale.discard(param)
-    return param.main_grad, beta
+    return (None, 0) if bucket is None else bucket.grad_buffer(param)
 
 
 def report(param: nn.Parameter) -> None:
@@ -242,7 +238,7 @@ class WeightGradStore:
     """
 
     def __init__(self, only_beside_nccl: bool = False) -> None:
-        """only_beside_nccl: defer only work that can run while NCCL's kernels do (see `is_deferred`)."""
+        """only_beside_nccl: defer only additions, which can run while NCCL's kernels do (`is_deferred`)."""
         self.queue: list[tuple[nn.Parameter, Write]] | None = None
         self.only_beside_nccl = only_beside_nccl
 
@@ -258,22 +254,25 @@ class WeightGradStore:
     def run(works: list[tuple[nn.Parameter, Write]]) -> None:
         """Compute deferred weight gradients, in the order of the backward."""
         for param, write in works:
-            grad = accumulate(param, write)
+            grad = write_now(param, write)
             if grad is not None:  # there is no bucket
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def is_deferred(param: nn.Parameter, runs_beside_nccl: bool = False) -> bool:
-    """Whether gradients of this parameter are deferred now: all work, or only what can run beside NCCL.
-
-    runs_beside_nccl: the caller's work can: what adds a product (`accumulate`) says so. A grouped matmul does
-    not: its thread blocks need all multiprocessors at once, and would wait for NCCL's. It runs now, and only
-    the addition is deferred. Nor does a gather of x, which is NCCL's.
-    """
+def addition_is_deferred(param: nn.Parameter) -> bool:
+    """Whether what `accumulate` adds to the gradient of this parameter `[...]` is queued now."""
     store = getattr(param, "wgrad_store", None)
-    if store is None or store.queue is None or param.dim() == 1:
-        return False
-    return runs_beside_nccl or not store.only_beside_nccl
+    return store is not None and store.queue is not None and param.dim() > 1
+
+
+def is_deferred(param: nn.Parameter) -> bool:
+    """Whether all work for the gradient of this parameter `[...]` is queued now, and not only its addition.
+
+    Not all work can run beside NCCL's kernels: a grouped matmul, whose thread blocks need all multiprocessors
+    at once, would wait for them, and a gather of x is one of them. Where the queue runs there (of experts, in
+    `fast/moe_pieces.py`), these run in the backward, and only what follows is queued.
+    """
+    return addition_is_deferred(param) and not param.wgrad_store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

@@ -15,7 +15,6 @@ A rank keeps 2 + 16/d bytes a parameter (bf16, fp32 sums and states), not the 2 
 buckets in use. Gradients travel once per microbatch, not once per step. (arXiv 1910.02054)
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,13 @@ class Zero2Bucket(Bucket):
 
     def alloc_grads(self) -> None:
         """Allocate zeroed gradients, after those of earlier microbatches are reduced."""
-        self.buckets.finish_reductions(microbatches=self.done)
+        in_flight = self.buckets.in_flight
+        while in_flight and in_flight[0].microbatch <= self.done:
+            self.buckets.finish_oldest()
         self.set_grads(torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device))
 
     def free_grads(self) -> None:
-        """Free the gradients."""
+        """Drop the gradients; a reduction in flight keeps them until it is done."""
         self.grads = None
         for param in self.params:
             param.main_grad = None
@@ -54,6 +55,12 @@ class Zero2Bucket(Bucket):
         super().start_step(microbatches)
         self.stale.clear()
         self.grad_shard.zero_()
+
+    def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
+        """As of `Bucket`; a microbatch's first contribution to the bucket allocates -> `[...]`, beta"""
+        if self.grads is None:
+            self.alloc_grads()
+        return super().grad_buffer(param)
 
     def ready(self, param: nn.Parameter) -> None:
         """Count a contribution that has been written. Raises RuntimeError for one too many.
@@ -82,17 +89,23 @@ class Zero2Buckets(ParamAndGradBuckets):
     bucket_class = Zero2Bucket
     in_flight: list[Reduction]  # the oldest first
 
-    def on_full(self, bucket: Bucket, last: bool) -> None:
+    def on_full(self, bucket: Bucket) -> None:
         """Called when a bucket has all contributions of a microbatch: start its reduction, free it."""
         self.in_flight.append(Reduction(bucket, bucket.done, bucket.start_reduce(self.op)))
         bucket.free_grads()
-        self.finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
+        most = IN_FLIGHT if self.overlap_reduce else 0
+        while len(self.in_flight) > most:
+            self.finish_oldest()
 
     def start_reductions(self) -> None:
         """Nothing: each bucket's has started when it was full."""
 
-    def finish_reductions(self, left: int = 0, microbatches: float = math.inf) -> None:
-        """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
-        while len(self.in_flight) > left and self.in_flight[0].microbatch <= microbatches:
-            oldest = self.in_flight.pop(0)
-            oldest.bucket.grad_shard.add_(oldest.pending.wait(), alpha=oldest.bucket.mean_factor)
+    def finish_reductions(self) -> None:
+        """Wait for all reductions in flight."""
+        while self.in_flight:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest reduction, and add its shard to the sum over the microbatches."""
+        bucket, _, pending = self.in_flight.pop(0)
+        bucket.grad_shard.add_(pending.wait(), alpha=bucket.mean_factor)

@@ -204,10 +204,10 @@ def memory(mesh, flags, config, grad_dtype):
     model, buckets, optimizer = built(mesh, flags, torch.bfloat16, config, grad_dtype)
     most = 0
 
-    def on_full(bucket, last, inner=buckets.on_full):
+    def on_full(bucket, inner=buckets.on_full):
         nonlocal most
         most = max(most, sum(b.grads is not None for b in buckets.all) + len(buckets.in_flight))
-        inner(bucket, last)
+        inner(bucket)
 
     def alloc_grads(bucket):
         Zero2Bucket.alloc_grads(bucket)

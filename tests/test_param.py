@@ -13,6 +13,7 @@ from nanomegatron.param import (
     WeightGradStore,
     accumulate,
     add_grad,
+    addition_is_deferred,
     draw_normal,
     grad_buffer,
     is_deferred,
@@ -164,9 +165,14 @@ class Bucket:
         self.param, self.calls = param, []
         self.stale = {param} if stale else set()
 
-    def alloc_grads(self):
-        self.param.main_grad = torch.full((8, 6), math.nan if self.stale else 2.0)
-        self.calls.append("alloc")
+    def grad_buffer(self, param):
+        assert param is self.param
+        if param.main_grad is None:
+            param.main_grad = torch.full((8, 6), math.nan if self.stale else 2.0)
+            self.calls.append("alloc")
+        beta = 0 if self.stale else 1
+        self.stale.clear()
+        return param.main_grad, beta
 
     def ready(self, param):
         assert param is self.param
@@ -206,7 +212,7 @@ def test_a_deferred_gradient(beside_nccl):
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None
-        assert is_deferred(param, runs_beside_nccl=True) and is_deferred(param) != beside_nccl
+        assert addition_is_deferred(param) and is_deferred(param) != beside_nccl
     assert not bucket.calls and not betas
     WeightGradStore.run(works)
     assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
@@ -227,7 +233,7 @@ def test_biases_and_norms_are_not_deferred():
     param = torch.nn.Parameter(torch.zeros(4))
     param.wgrad_store = WeightGradStore()
     with param.wgrad_store.collect() as works:
-        assert not is_deferred(param, runs_beside_nccl=True)
+        assert not addition_is_deferred(param)
         assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
     assert not works
 

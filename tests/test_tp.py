@@ -248,11 +248,14 @@ class Bucket:
     """What layers see of a bucket: fp32 `main_grad`, and somebody to tell of each contribution."""
 
     def __init__(self, *params):
-        self.accumulated, self.stale = [], set()
+        self.accumulated = []
         self.left = []  # to autograd
         for param in params:
             param.bucket, param.main_grad = self, torch.zeros(param.shape)
             param.register_post_accumulate_grad_hook(self.move)
+
+    def grad_buffer(self, param):
+        return param.main_grad, 1
 
     def move(self, param):
         if param.grad is not None:

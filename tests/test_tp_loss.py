@@ -31,7 +31,9 @@ class Bucket:
     def __init__(self, param):
         param.bucket, param.main_grad = self, torch.zeros(param.shape)
         self.reported = 0
-        self.stale = set()
+
+    def grad_buffer(self, param):
+        return param.main_grad, 1
 
     def ready(self, param):
         self.reported += 1
