@@ -66,7 +66,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.router import Router, kept_tokens, move_expert_biases
-from nanomegatron.schedules import STEP, Exchange, Message, Op, embedding_ranks, most_open
+from nanomegatron.schedules import STAGE_OFFSET, Exchange, Message, Op, embedding_ranks, most_open
 
 Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
@@ -106,7 +106,7 @@ def execute(
             if exchange.sends is not None:
                 outbox.send(output, exchange.sends)
             elif output is not None:  # the next stage is on this rank, too
-                arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
+                arrived[op.kind[0], stage + STAGE_OFFSET[op.kind], op.microbatch] = output
     outbox.close()
 
 

@@ -32,7 +32,12 @@ class Op(NamedTuple):
     microbatch: int
 
 
-STEP = {"F": 1, "B": -1, "BW": -1, "W": 0}  # offset from an op's stage to the stage that uses its result
+STAGE_OFFSET = {
+    "F": 1,
+    "B": -1,
+    "BW": -1,
+    "W": 0,
+}  # offset from an op's stage to the stage that uses its result
 
 
 class Message(NamedTuple):
@@ -256,42 +261,41 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
     Raises ValueError if an op uses a message that is never sent, or no op uses one that is sent.
     """
     rank_of = owners(placed)
-    links = defaultdict(deque)
-    early = set()
-
-    def message(op: Op, stage: int) -> Message | None:
-        """The message to `stage` from the one before it (F) or after it (B); None if on the same rank."""
-        ends = rank_of.get(stage - STEP[op.kind]), rank_of.get(stage)
-        if None in ends or ends[0] == ends[1]:
-            return None
-        return Message(*ends, op.kind[0], stage, op.microbatch)
-
-    uses = []  # by rank and op
-    sends = []
+    sends = []  # by rank and op
+    links = defaultdict(deque)  # messages in the order in which they are sent
     for ops, stages in zip(lists, placed):
-        uses.append([message(op, stages[op.chunk]) for op in ops])
-        sends.append([message(op, stages[op.chunk] + STEP[op.kind]) for op in ops])
+        sends.append([message_to(stages[op.chunk] + STAGE_OFFSET[op.kind], op, rank_of) for op in ops])
         for sent in filter(None, sends[-1]):
             links[sent.link].append(sent)
     exchanges = []
-    for rank_uses, rank_sends in zip(uses, sends):
-        pairs = zip(rank_uses, rank_sends)
-        exchanges.append([Exchange(_receive(used, links, early), used, sent) for used, sent in pairs])
+    early = set()  # received, and not used yet
+    for ops, stages, rank_sends in zip(lists, placed, sends):
+        exchanges.append([])
+        for op, sent in zip(ops, rank_sends):
+            used = message_to(stages[op.chunk], op, rank_of)
+            receives = []
+            while used and used not in early:
+                if not links[used.link]:
+                    raise ValueError(f"{used} is never sent")
+                receives.append(links[used.link].popleft())
+                early.add(receives[-1])
+            early.discard(used)
+            exchanges[-1].append(Exchange(tuple(receives), used, sent))
     if unused := [*early, *chain(*links.values())]:
         raise ValueError(f"messages that no op uses: {sorted(unused)}")
     return exchanges
 
 
-def _receive(uses: Message | None, links: dict, early: set[Message]) -> tuple[Message, ...]:
-    """Messages to receive up to the one that an op uses; `early`: those received and not used yet."""
-    received = []
-    while uses and uses not in early:
-        if not links[uses.link]:
-            raise ValueError(f"{uses} is never sent")
-        received.append(links[uses.link].popleft())
-        early.add(received[-1])
-    early.discard(uses)
-    return tuple(received)
+def message_to(stage: int, op: Op, rank_of: dict[int, int]) -> Message | None:
+    """The message for an op's kind and microbatch to a stage, from the one before it (F) or after it (B).
+
+    None if both are on one rank, or if there is no such stage.
+    """
+    source = rank_of.get(stage - STAGE_OFFSET[op.kind])
+    destination = rank_of.get(stage)
+    if None in (source, destination) or source == destination:
+        return None
+    return Message(source, destination, op.kind[0], stage, op.microbatch)
 
 
 def simulate(

@@ -71,7 +71,7 @@ def forward_step(
     scale = run.optimizer.scaler.scale * run.buckets.grad_scale  # the latter: see dp.py
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
-        aux_scale = scale / run.next_batch().tokens
+        aux_scale = scale / run.next_global_batch().tokens
     return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
 
 
@@ -236,7 +236,7 @@ class Training:
     execute: Callable[..., None] = execute  # `pp.execute`, or what launches CUDA graphs in its place
     observers: Observers = field(default_factory=Observers)
 
-    def next_batch(self) -> GlobalBatch:
+    def next_global_batch(self) -> GlobalBatch:
         """Return the global batch of the next iteration."""
         done = self.progress.iteration
         first = self.progress.samples_before[done]
@@ -254,7 +254,7 @@ class Training:
         """Begin the next iteration -> this rank's microbatches, on the device."""
         seed = self.config.run.seed + 1_000_003 * self.progress.iteration + self.mesh.rank
         torch.manual_seed(seed)  # dropout of the fused kernels
-        batch = self.next_batch()
+        batch = self.next_global_batch()
         microbatches = self.read(batch)
         self.observers.before_step(batch, microbatches)
         return microbatches
@@ -265,9 +265,9 @@ class Training:
         Communicates the token count over dp_cp, and what the model and the pipeline do.
         """
         loss = torch.zeros((), device=self.mesh.device)
-        step = forward_step(self, batches, token_count(self, batches), loss)
+        run_chunk = forward_step(self, batches, token_count(self, batches), loss)
         self.model.begin_step()
-        self.execute(self.model, step, len(batches), self.message_shape)
+        self.execute(self.model, run_chunk, len(batches), self.message_shape)
         return loss
 
     @property
@@ -321,8 +321,8 @@ def warm_up_step(run: Training) -> None:
     batches = [run.data.loaders[0].get(run.progress.consumed_samples)]
     total = torch.zeros((), device=run.mesh.device)
     run.buckets.zero_grad_buffer(1)
-    step = forward_step(run, batches, token_count(run, batches), total)
-    warm_up(run.model, step, run.message_shape)
+    run_chunk = forward_step(run, batches, token_count(run, batches), total)
+    warm_up(run.model, run_chunk, run.message_shape)
     run.buckets.finish_grad_sync()
     if run.model.scales is not None:
         run.model.scales.clear_step()

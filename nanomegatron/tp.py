@@ -117,18 +117,19 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         axis = ctx.axis
-        gather_now = ctx.comm == "gather" and not is_deferred(ctx.weight)
-        gather_later = ctx.comm == "gather" and is_deferred(ctx.weight)
-        gathered = start_all_gather(x, axis) if gather_now else Pending(x)
+        gathering = None  # x, for dW, beside dx
+        if ctx.comm == "gather" and not is_deferred(ctx.weight):
+            gathering = start_all_gather(x, axis)
         dbias = bias_grad(ctx.bias, dy, accumulate)
         if ctx.comm == "scatter":
             dy = all_gather(dy, axis)
         dx = dy @ ctx.weight
-        x = gathered.wait()
         reduced = start_input_grad_sum(dx, axis, ctx.comm)
 
         def write(out: torch.Tensor, beta: int) -> None:
-            inputs = all_gather(x, axis) if gather_later else x
+            inputs = x
+            if ctx.comm == "gather":
+                inputs = all_gather(x, axis) if gathering is None else gathering.wait()
             add_product(out, dy, inputs, beta)
 
         dw = accumulate(ctx.weight, write)

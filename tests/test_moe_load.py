@@ -88,7 +88,7 @@ def three_steps(world, argv, folder):
     """Tokens of each step, the table of experts after it, and the biases of the routers."""
     run, found = set_up(world, argv, folder), []
     for _ in range(3):
-        tokens = run.next_batch().tokens
+        tokens = run.next_global_batch().tokens
         table = numbers_of(train.train_step(run))["experts"]
         biases = [router.expert_bias.clone() for router in run.model.routers]
         found.append((tokens, torch.tensor(table, dtype=torch.float64), torch.stack(biases)))

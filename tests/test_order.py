@@ -50,7 +50,7 @@ def test_a_linear_layer_communicates_beside_its_matmuls(mesh):
     plain = ColumnParallelLinear(8, 12, mesh.tp)
     assert backward_of(plain, x) == "mm, start reduce, mm, end reduce"
     cut = ColumnParallelLinear(8, 12, mesh.tp, sequence_parallel=True)
-    assert backward_of(cut, x) == "start gather, mm, end gather, start scatter, mm, end scatter"
+    assert backward_of(cut, x) == "start gather, mm, start scatter, end gather, mm, end scatter"
 
 
 def overlapped(mesh, peers: PeerAccess | None, folder=None) -> tuple[list[str], list[str]]:

@@ -87,7 +87,7 @@ class HfRecorder:
         """Run the global batch of the first step -> all pieces."""
         for part in self.parts:
             self._add_param(INITIAL, part.name, self.model.state_dict())
-        batch = self.run.next_batch()
+        batch = self.run.next_global_batch()
         batches = self.run.read(batch)
         tokens = sum(each.loss_mask.sum() for each in batches)
         for each in batches:

@@ -45,7 +45,7 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     run.progress.iteration = iteration - 1
     if scaler.dynamic:
         scaler.scale = torch.full_like(scale, scaler.minimum)
-    microbatches = run.read(run.next_batch())
+    microbatches = run.read(run.next_global_batch())
     run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
     run.buckets.zero_grad_buffer(len(microbatches))
     local = run.forward_backward(microbatches)
