@@ -103,12 +103,13 @@ def build_optimizer(
 ) -> tuple[ParamAndGradBuckets, Optimizer]:
     """Put the gradients of a model into buckets and make its optimizer. lr_table: `step_values`."""
     dtype = getattr(torch, config.grad_dtype_name)
-    kind = buckets_class(config.parallel)
-    buckets = kind(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
-    state = paths.state
+    make_buckets = buckets_class(config.parallel)
+    buckets = make_buckets(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
+    make_state = paths.state
     if config.optimizer.optimizer_cpu_offload:
-        state = host_state(buckets, config.optimizer, state)
-    optimizer = Optimizer(buckets, config.optimizer, config.precision, lr_table, paths.updates(state))
+        make_state = host_state(buckets, config.optimizer, make_state)
+    updates = paths.updates(make_state)
+    optimizer = Optimizer(buckets, config.optimizer, config.precision, lr_table, updates)
     if config.optimizer.weight_decay_incr_style != "constant":
         for shard in optimizer.shards:
             decay_by_rates(shard)
@@ -121,9 +122,9 @@ def buckets_class(parallel: ParallelConfig) -> type[ParamAndGradBuckets]:
 
 
 def build_executor(
-    config: Config, paths: Paths, stages: ModelChunks, grads: ParamAndGradBuckets, say: Callable[[str], None]
+    config: Config, paths: Paths, model: ModelChunks, buckets: ParamAndGradBuckets, say: Callable[[str], None]
 ) -> Callable[..., None]:
     """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
     if not paths.graphs:
         return execute
-    return paths.graphs(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
+    return paths.graphs(execute, buckets, model.scales, say, config.parallel.cuda_graph_warmup_steps)

@@ -68,9 +68,12 @@ def forward_backward(
         output, loss_func = forward_step_func(iterators[chunk], chunk)
         if not chunk.post_process:
             return output
-        loss, *tokens, report = loss_func(output)
-        reports.append(report)
-        return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
+        result = loss_func(output)
+        loss = result[0]
+        reports.append(result[-1])
+        if len(result) == 3:  # a sum over tokens
+            loss = loss / result[1].clamp(min=1)
+        return loss / num_microbatches
 
     shape = model.shape(seq_length // model.cp.size, micro_batch_size)
     execute(model, step, num_microbatches, shape, forward_only)
