@@ -1,13 +1,9 @@
-"""`nanomegatron runs` and `nanomegatron compare`: states, tables, differences of losses, the page."""
+"""`nanomegatron runs` and `nanomegatron compare`: states, tables, differences of losses, the picture."""
 
-import base64
 import dataclasses
-import html.parser
-import itertools
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanomegatron.commands import compare, page, runs
+from nanomegatron.commands import compare, runs
 from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.faults.lock import lock
 from tests.test_style import ROOT
 
 MODEL = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, train_iters=40)
-EVIL = '<script>alert("x")</script> & $title'
 
 
 def write_run(name: str, losses: list[float], batch: int = 4, state: str = "done", **settings) -> Path:
@@ -278,14 +273,17 @@ def test_damaged_settings_are_an_error(capsys):
 
 def test_the_picture_has_each_step_and_a_smoothed_line(tmp_path):
     pytest.importorskip("matplotlib")
-    losses = [(float(i), 3.0 + (-1) ** i) for i in range(200)]
-    axes = compare.draw_curves([("a", losses, [(199.0, 3.0)]), ("b", losses, [])], tmp_path / "x.png")
+    for name, length in ("a", 200), ("b", 200), ("short", 20):
+        write_run(name, [3.0 + (-1) ** i for i in range(length)])
+    two = [compare.read_run(name) for name in "ab"]
+    axes = compare.draw_curves(two, tmp_path / "x.png")
     assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == ["a", "b"]
     thin, smooth = axes.lines[:2]
     assert np.ptp(thin.get_ydata()) == 2 and np.ptp(smooth.get_ydata()[10:]) < 0.4
     assert smooth.get_linewidth() > axes.lines[4].get_linewidth(), "runs that agree are both seen"
     assert "smoothed" in axes.get_title()
-    axes = compare.draw_curves([("a", losses[:20], [])], tmp_path / "x.png")
+    assert axes.lines[2].get_xydata().tolist() == [[200 * 4 * 8, 2.5]], "the last validation"
+    axes = compare.draw_curves([compare.read_run("short")], tmp_path / "x.png")
     assert "of each step" in axes.get_title()
 
 
@@ -307,121 +305,9 @@ def test_a_picture_as_svg_names_its_runs():
     assert "first-run" in Path("x.svg").read_text() and not Path("compare.png").exists()
 
 
-# The page
-
-
-class Checker(html.parser.HTMLParser):
-    """Collects elements, texts and errors in the nesting of a page."""
-
-    VOID = {"meta", "img"}
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.stack, self.found, self.errors = [], [], []
-        self.feed(text)
-        self.errors += self.stack
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if not self.stack or self.stack.pop() != tag:
-            self.errors.append(tag)
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.found if name == tag]
-
-
-def written_page(*names: str) -> tuple[str, Checker]:
-    assert compare.main([*names, "--html", "page.html"]) == 0
-    text = Path("page.html").read_text(encoding="utf-8")
-    return text, Checker(text)
-
-
-def test_the_page_is_whole_and_loads_nothing():
-    folder = write_run("a", [4.0, 3.0])
-    (folder / "log.txt").write_text(
-        "nanomegatron 0.2 | cpu\nmodel   <2 layers>\n [2026-01-01] iteration 1 |\nlater\n"
-    )
-    (folder / "loss.png").write_bytes(b"\x89PNG picture")
-    write_run("b", [4.0, 3.1], lr=0.5)
-    text, found = written_page("a", "b")
-    assert not found.errors and found.all("html") == [{"lang": "en"}] and len(found.all("h1")) == 1
-    assert len(found.all("caption")) == len(found.all("table")) == 3
-    assert {a["scope"] for a in found.all("th")} == {"row", "col"}
-    assert all(a["tabindex"] == "0" and a["aria-label"] for a in found.all("div"))
-    assert not re.search(r"https?://|url\(|@import|<script|<link", text)
-    curves, own = found.all("img")
-    assert curves["alt"] == "Loss over tokens: a ends at 3.0000; b ends at 3.1000"
-    assert own["alt"] == "loss.png of a"
-    for image, begins in ((curves, b"\x89PNG\r\n"), (own, b"\x89PNG picture")):
-        kind, _, data = image["src"].partition(",")
-        assert kind == "data:image/png;base64" and base64.b64decode(data).startswith(begins)
-    assert "model   &lt;2 layers&gt;" in text and "iteration 1 |" not in text and "later" not in text
-    assert "<td>0.5</td>" in text
-    assert "largest relative difference of losses over 2 steps: 3.3e-02" in text
-    assert "<td>test</td><td>2</td><td>9.500000</td>" in text
-
-
-def test_the_page_of_one_run(capsys):
-    write_run("only", [4.0, 3.0], lr=0.5)
-    text, found = written_page("only")
-    assert not found.errors and "<title>only - nanomegatron</title>" in text
-    assert '<th scope="row">lr</th><td>0.5</td>' in text and "run-name" not in text
-
-
-def test_everything_is_escaped():
-    folder = write_run("a", [4.0], tokenizer_model=EVIL)
-    (folder / "log.txt").write_text(EVIL)
-    folder.rename("runs/" + EVIL.replace("/", "_"))
-    text, found = written_page(EVIL.replace("/", "_"))
-    assert not found.errors and not found.all("script") and "$title" in text
-
-
-def test_a_run_without_a_step_has_a_page():
-    write_run("none", [])
-    Path("runs/none/evals.jsonl").unlink()
-    text, found = written_page("none")
-    assert not found.errors and not re.search(r"\bnan\b", text)
-
-
-def test_without_matplotlib_the_page_has_no_picture(monkeypatch):
-    write_run("a", [4.0, 3.0])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    text, found = written_page("a")
-    assert not found.errors and not found.all("img") and "pip install matplotlib" in text
-
-
-def test_long_runs_are_averaged_to_few_points():
-    write_run("long", [float(i % 2) for i in range(1, 2001)])
-    _, line, _ = compare.read_run("long").curve()
-    assert len(line) == compare.POINTS and {y for _, y in line} == {0.5}
-
-
 def test_amounts_of_tokens():
-    found = [page.amount(n) for n in (0, 500, 61440, 1_500_000, 3e9, 2e12)]
+    found = [compare.amount(n) for n in (0, 500, 61440, 1_500_000, 3e9, 2e12)]
     assert found == ["0", "500", "61.44k", "1.5M", "3B", "2T"]
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_contrast_in_light_and_dark():
-    """At least 7 : 1 for text, 3 : 1 for what has the focus, by the formula of WCAG."""
-    style = Path(page.__file__).with_name("page.html").read_text(encoding="utf-8")
-    themes = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in style.split("@media")[:2]]
-    least = dict(ink=7, mark=3)
-    for theme, (name, ratio) in itertools.product(themes, least.items()):
-        dark, light = sorted((luminance(theme[name]), luminance(theme["ground"])))
-        assert (light + 0.05) / (dark + 0.05) >= ratio, (name, theme[name])
 
 
 def test_names_of_one_run_are_settings():

@@ -1,6 +1,5 @@
 """The command `compare`: a table and a picture of several runs, and how far losses at equal tokens differ."""
 
-import io
 import math
 import shutil
 import statistics
@@ -13,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanomegatron.commands.page import Curve, Table, amount, run_page
-from nanomegatron.commands.runs import aligned, find_run, number, only_evaluated, state_of
+from nanomegatron.commands.runs import aligned, find_run, only_evaluated, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import values_of
@@ -22,11 +20,11 @@ from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.report.plots import PALETTE, smoothed, smoothing_reach
 from nanomegatron.report.schedule_draw import canvas
-from nanomegatron.report.writers import read_jsonl, replace_file
+from nanomegatron.report.writers import read_jsonl
 
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
 MARKERS = "osD^vP"  # of runs that overlap
-POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
+Table = list[list[str]]  # the header, which begins with the table's title, and rows, each with its name
 TEXT_SETTINGS = "data_path train_data_path mock_data tokenizer_type tokenizer_model vocab_size".split()
 
 
@@ -44,18 +42,6 @@ class RecordedRun(NamedTuple):
         values = [float(step[key]) for step in self.steps.values() if step.get(key) is not None]
         return list(filter(math.isfinite, values)) or [math.nan]
 
-    def curve(self) -> Curve:
-        """The finite losses over tokens, for a picture; means of several steps if there are over POINTS."""
-        line = [(tokens, r["lm_loss"]) for tokens, r in self.steps.items() if math.isfinite(r["lm_loss"])]
-        size = math.ceil(len(line) / POINTS) or 1
-        groups = [zip(*line[i : i + size], strict=True) for i in range(0, len(line), size)]
-        dots = [
-            (r["tokens"], r["lm_loss"])
-            for r in self.evals
-            if r["split"] == "validation" and math.isfinite(r["lm_loss"])
-        ]
-        return self.name, [tuple(map(statistics.fmean, group)) for group in groups], dots
-
 
 def main(argv: list[str]) -> int:
     """Compare runs; returns 0, 1 if losses differ by more than --rtol, 2 if something cannot be read."""
@@ -64,26 +50,14 @@ def main(argv: list[str]) -> int:
     add("runs", nargs="+", metavar="RUN", help="a name in runs/, or a folder; the first is the reference")
     add("--rtol", type=float, help="exit with code 1 if a loss differs by more from the first run's")
     add("--picture", "--png", type=Path, metavar="FILE", help="draw the losses: a .png, .svg or .pdf")
-    add("--html", type=Path, metavar="FILE", help="also write one page that needs no other file")
     args = parser.parse_args(argv)
     try:
         runs = [read_run(word) for word in words_of_runs(args.runs)]
         tables, (words, largest) = [fact_table(runs), settings_table(runs)], differences(runs)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
         print("\n\n".join([*(aligned(table, width) for table in tables), *map(escaped, words)]))
-        curves = [run.curve() for run in runs]
-        if args.html:
-            tables.append(evaluation_table(runs))
-            picture = io.BytesIO()
-            try:
-                draw_curves(curves, "the page's picture").figure.savefig(picture)
-            except ImportError as error:
-                words.append(str(error))
-            folders = [run.folder for run in runs]
-            replace_file(args.html, run_page(words, curves, picture.getvalue(), tables, folders))
-            print(f"page    {args.html}")
         if args.picture:
-            draw_curves(curves, args.picture).figure.savefig(args.picture)
+            draw_curves(runs, args.picture).figure.savefig(args.picture)
             print(f"picture {args.picture}")
         elif len(runs) > 1:
             print("note    --picture FILE draws the losses")
@@ -157,17 +131,6 @@ def settings_table(runs: Sequence[RecordedRun]) -> Table:
     return [[title, *(run.name for run in runs)], *(rows or [["none", *("" for _ in runs)]])]
 
 
-def evaluation_table(runs: Sequence[RecordedRun]) -> Table:
-    """Return all evaluations of all runs."""
-    forms = {"iteration": ".0f", "lm_loss": ".6f", "ppl": ".5g", "bits_per_byte": ".4f"}
-    rows = [
-        [run.name, r["split"], *(number(r.get(key), form) for key, form in forms.items())]
-        for run in runs
-        for r in run.evals
-    ]
-    return [["evaluations", "split", "step", "loss", "perplexity", "bits per byte"], *rows]
-
-
 def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
     """Say how far losses differ from the first run's; returns lines and the largest, NaN without steps."""
     first, lines, largest = runs[0], [], 0.0 if len(runs) > 1 else math.nan
@@ -211,27 +174,27 @@ def relative_gap(a: float, b: float) -> float:
     return math.inf if math.isfinite(a) != math.isfinite(b) else 0.0
 
 
-def draw_curves(curves: Sequence[Curve], what: str | Path) -> Any:
-    """Draw losses over tokens, for `what` -> matplotlib's axes. Long runs are smoothed, over thin lines.
+def draw_curves(runs: Sequence[RecordedRun], path: Path) -> Any:
+    """Draw losses over tokens -> matplotlib's axes. Long runs are smoothed, over thin lines.
 
     Each run has a narrower line than the one before, so that one is seen on another that it equals.
     Raises ImportError without matplotlib.
     """
-    shown = "training loss of each step"
-    if any(smoothing_reach(len(line)) for _, line, _ in curves):
-        shown = "training loss, smoothed"
-    axes = canvas(what, (9, 5)).add_subplot(title=f"{shown}; markers: validation")
-    for i, (name, line, dots) in enumerate(curves):
+    long = any(smoothing_reach(len(run.steps)) for run in runs)
+    title = f"training loss{', smoothed' if long else ' of each step'}; markers: validation"
+    axes = canvas(path, (9, 5)).add_subplot(title=title)
+    for i, run in enumerate(runs):
         color = PALETTE[i % len(PALETTE)]
-        tokens, losses = ([point[axis] for point in line] for axis in (0, 1))
-        if smoothing_reach(len(line)):
+        tokens = list(run.steps)
+        losses = np.array([step["lm_loss"] for step in run.steps.values()], float)
+        if smoothing_reach(len(tokens)):
             axes.plot(tokens, losses, color=color, linewidth=0.7, alpha=0.3)
-            losses = smoothed(np.array(losses, float))
-        width = min(1.5 + 2 * (len(curves) - 1 - i), 8)
-        axes.plot(tokens, losses, color=color, label=name, linewidth=width)
-        held_out = ([point[axis] for point in dots] for axis in (0, 1))
+            losses = smoothed(losses)
+        axes.plot(tokens, losses, color=color, label=run.name, linewidth=min(2 * (len(runs) - i), 8))
+        held_out = [r for r in run.evals if r["split"] == "validation"]
         axes.plot(
-            *held_out,
+            [r["tokens"] for r in held_out],
+            [r["lm_loss"] for r in held_out],
             linestyle="",
             color=color,
             marker=MARKERS[i % len(MARKERS)],
@@ -243,3 +206,9 @@ def draw_curves(curves: Sequence[Curve], what: str | Path) -> Any:
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, loc="upper right")
     return axes
+
+
+def amount(tokens: float) -> str:
+    """Format a number of tokens: 500, 61.44k, 1.5M, 3B."""
+    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    return next((f"{tokens / size:.4g}{unit}" for size, unit in sizes if tokens >= size), f"{tokens:.4g}")
