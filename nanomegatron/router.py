@@ -31,7 +31,7 @@ forced balance), `choose_experts` (sinkhorn), `best_experts` (of groups), `drop`
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -53,6 +53,71 @@ class RouterOutput(NamedTuple):
     token_mask: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
 
 
+class LossInput(NamedTuple):
+    """What the losses are computed from, of this rank's tokens."""
+
+    scores: torch.Tensor  # fp32 [t, E], zeros for padding of a pack
+    best: torch.Tensor  # int64 [t, k], the experts with the best scores
+    logits: torch.Tensor  # fp32 [t, E]
+    token_mask: torch.Tensor | None  # as in RouterOutput
+    columns: int  # samples of the microbatch; the tokens are [s, columns]
+
+
+def compute_logits(router: "Router", x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
+    logits = GateFunction.apply(x, router.weight, dtype).float()
+    return logits if router.bias is None else logits + router.bias.float()
+
+
+def choose_experts(
+    router: "Router", logits: torch.Tensor, batch: Batch, token_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
+
+    The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
+    false for padding, are for variants.
+    """
+    config = router.config
+    bias = router.expert_bias
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    before = config.moe_router_pre_softmax
+    scores = logits
+    if sigmoid:
+        scores = logits.sigmoid()
+    elif before:
+        scores = logits.softmax(-1)
+    ids = router.best_experts(scores if bias is None else scores + bias, config)
+    probs = scores.gather(1, ids)
+    if sigmoid and config.moe_router_topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    elif not sigmoid and not before:
+        probs = probs.softmax(-1)
+    return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
+
+
+@torch.no_grad()
+def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return the k experts with the best scores. scores `[t, E]` -> ids `[t, k]`"""
+    return scores.topk(config.moe_router_topk).indices
+
+
+def aux_loss(router: "Router", given: LossInput) -> torch.Tensor:
+    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
+
+    given: of this rank's tokens -> `[]`
+    """
+    counts = count_copies(given.best, given.scores.shape[1], of=given.token_mask)
+    # without sequence parallelism tp times the counts: tp ranks have the same tokens
+    return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
+
+
+def z_loss(router: "Router", given: LossInput) -> torch.Tensor:
+    """Return the sum of logsumexp(logits)^2 over this rank's tokens -> `[]`"""
+    squares = given.logits.logsumexp(-1, keepdim=True).square()
+    return (squares if given.token_mask is None else squares * given.token_mask).sum()
+
+
 class Router(nn.Module):
     """Chooses the experts of this rank's tokens. x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`
 
@@ -64,11 +129,12 @@ class Router(nn.Module):
     In training aux_loss all-reduces counts `[E]` over tp and cp. Slots stand first.
     """
 
-    compute_logits: Callable[..., torch.Tensor]  # these four are functions below
-    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    best_experts: Callable[..., torch.Tensor]
-    loss_functions: dict[str, Callable]
+    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
+    best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
+    loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
     drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
+    by_scores = True  # whether the k best are those with the best scores, which losses count
     has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -86,6 +152,7 @@ class Router(nn.Module):
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
+        self.by_scores = bias is None
         for name in ("counts", "dropped"):
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
@@ -133,29 +200,24 @@ class Router(nn.Module):
             self.dropped += count_copies(best, self.config.num_experts, of=lost)[0]
         if not self.losses or batch.aux_scale is None:
             return probs
-        return LossFunction.apply(probs, self.loss(output, batch), batch.aux_scale)
+        return AttachLoss.apply(probs, self.weighted_losses(output, batch), batch.aux_scale)
 
-    def loss(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
+    def weighted_losses(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
         """This rank's part of the weighted sum of all losses, times the microbatch's tokens -> `[]`"""
         if self.config.moe_router_score_function == "softmax":
             scores = output.logits.softmax(-1)
         else:
             scores = output.logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        if self.expert_bias is not None or self.best_experts is not best_experts:  # not by scores alone
-            output = output._replace(best=scores.topk(self.config.moe_router_topk).indices)
+        best = output.best
+        if not self.by_scores:
+            best = scores.topk(self.config.moe_router_topk).indices
         if output.token_mask is not None:
             scores = scores * output.token_mask
-        values = [self.loss_functions[name](self, output, scores, batch) for name in self.losses]
+        given = LossInput(scores, best, output.logits, output.token_mask, len(batch.sample_ids))
+        values = [self.loss_functions[name](self, given) for name in self.losses]
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
-
-
-def compute_logits(router: Router, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
-    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
-    logits = GateFunction.apply(x, router.weight, dtype).float()
-    return logits if router.bias is None else logits + router.bias.float()
 
 
 class GateFunction(torch.autograd.Function):
@@ -173,66 +235,39 @@ class GateFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
         if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:
-            parts = as_bf16_sum(grad)
-
-            def write_sum(out: torch.Tensor, beta: int) -> None:
-                add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
-
-            return parts @ weight.repeat(3, 1), accumulate(weight, write_sum), None
+            return *grads_at_bf16_speed(grad, x, ctx.weight), None
 
         def write(out: torch.Tensor, beta: int) -> None:
             add_product(out, grad, x.to(grad.dtype), beta)
 
-        return (grad @ weight.to(grad.dtype)).to(x.dtype), accumulate(weight, write), None
+        dx = (grad @ ctx.weight.to(grad.dtype)).to(x.dtype)
+        return dx, accumulate(ctx.weight, write), None
+
+
+def grads_at_bf16_speed(
+    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of x W^T for grad fp32 `[t, E]`, split in three bf16 parts that add up to it.
+
+    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. x `[t, h]`, weight `[E, h]`, both
+    bf16 -> dx `[t, h]`; that of the weight is accumulated, without a bucket returned `[E, h]`
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(grad.bfloat16())
+        grad = grad - parts[-1]
+    parts = torch.cat(parts, dim=1)
+
+    def write(out: torch.Tensor, beta: int) -> None:
+        add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
+
+    return parts @ weight.repeat(3, 1), accumulate(weight, write)
 
 
 def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of 16-bit matrices, at their speed on GPUs. a `[m, k]`, b `[k, n]` -> fp32 `[m, n]`"""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
-def choose_experts(
-    router: Router, logits: torch.Tensor, batch: Batch, token_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
-
-    The router's bias `[E]` is added to scores for the choice only. batch and token_mask `[t, 1]`, which is
-    false for padding, are for variants.
-    """
-    config = router.config
-    bias = router.expert_bias
-    sigmoid = config.moe_router_score_function == "sigmoid"
-    before = config.moe_router_pre_softmax
-    scores = logits
-    if sigmoid:
-        scores = logits.sigmoid()
-    elif before:
-        scores = logits.softmax(-1)
-    ids = router.best_experts(scores if bias is None else scores + bias, config)
-    probs = scores.gather(1, ids)
-    if sigmoid and config.moe_router_topk > 1:
-        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    elif not sigmoid and not before:
-        probs = probs.softmax(-1)
-    return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
-
-
-@torch.no_grad()
-def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """Return the k experts with the best scores. scores `[t, E]` -> ids `[t, k]`"""
-    return scores.topk(config.moe_router_topk).indices
-
-
-def aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
-
-    output: the router's, with the best by scores `[t, E]` as `best`; batch is for variants -> `[]`
-    """
-    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
-    # without sequence parallelism tp times the counts: tp ranks have the same tokens
-    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
 
 
 def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -245,25 +280,7 @@ def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
 
 
-def z_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sum logsumexp(logits)^2 over this rank's tokens; as `aux_loss`. scores `[t, E]` are unused -> `[]`"""
-    squares = output.logits.logsumexp(-1, keepdim=True).square()
-    return (squares if output.token_mask is None else squares * output.token_mask).sum()
-
-
-def as_bf16_sum(grad: torch.Tensor) -> torch.Tensor:
-    """Split fp32 grad `[t, E]` in three bf16 parts that add up to it, to multiply it at bf16's speed.
-
-    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. -> bf16 `[t, 3*E]`
-    """
-    parts = []
-    for _ in range(3):
-        parts.append(grad.bfloat16())
-        grad = grad - parts[-1]
-    return torch.cat(parts, dim=1)
-
-
-class LossFunction(torch.autograd.Function):
+class AttachLoss(torch.autograd.Function):
     """Returns probs `[t, k]` -> `[t, k]` unchanged, with `loss` attached for the backward.
 
     loss `[]` gets the gradient scale `[]` there.
@@ -286,9 +303,10 @@ def count_copies(
 
     The t tokens are `[s, columns]`, flattened. of `[t, k]` or `[t, 1]`: only copies where it is true count.
     """
-    place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
+    column = torch.arange(len(ids), device=ids.device)[:, None] % columns
+    place = (column * experts + ids).flatten()
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
-    counts = ids.new_zeros(columns * experts).scatter_add_(0, place.flatten(), ones.flatten())
+    counts = ids.new_zeros(columns * experts).scatter_add_(0, place, ones.flatten())
     return counts.view(columns, experts)
 
 
@@ -302,12 +320,6 @@ def loss_weights(config: TransformerConfig) -> dict[str, float]:
 def expert_capacity(tokens: int, config: TransformerConfig) -> int:
     """Return how many of a rank's `tokens` tokens an expert takes at most, with a capacity factor."""
     return math.ceil(tokens * config.moe_router_topk / config.num_experts * config.moe_expert_capacity_factor)
-
-
-Router.compute_logits = staticmethod(compute_logits)
-Router.choose_experts = staticmethod(choose_experts)
-Router.best_experts = staticmethod(best_experts)
-Router.loss_functions = {"aux_loss": aux_loss, "z_loss": z_loss}
 
 
 def kept_tokens(routers: list[Router]) -> torch.Tensor:

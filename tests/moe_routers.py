@@ -13,7 +13,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
 from nanomegatron.pick_variants import pick_router
-from nanomegatron.router import Router, RouterOutput
+from nanomegatron.router import LossInput, Router, RouterOutput
 
 S, H, E = 8, 6, 8
 GROUPS = dict(router_num_groups=4, router_group_topk=2)
@@ -49,7 +49,7 @@ def choose(logits, config, bias=None, seed=None):
 
 def z_loss(logits):
     """The loss of all tokens with logits `[t, E]`."""
-    return router.z_loss(None, RouterOutput(None, None, None, logits, None), None, None)
+    return router.z_loss(None, LossInput(None, None, logits, None, 1))
 
 
 class FixedRouter:

@@ -19,9 +19,9 @@ KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2514           99            138      31      28      29
-commands             988           36             69      26      11      22
+commands             936           34             69      24      11      21
 config              2307          108            138      10      39      53
-core                2969            3             96      17       7      26
+core                2977            3             96      17       7      26
 data                1668           67             79      19      13       9
 debug                624           26             42       4       4      11
 fast                1757           89             69      32       9      12

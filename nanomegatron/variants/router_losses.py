@@ -12,25 +12,24 @@ global balance 2501.11873)
 
 import torch
 
-from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce
-from nanomegatron.router import Router, RouterOutput, count_copies, load_loss
+from nanomegatron.router import LossInput, Router, count_copies, load_loss
 
 
-def seq_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+def seq_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[samples, E]` over tp x cp."""
-    counts = count_copies(output.best, scores.shape[1], len(batch.sample_ids), output.token_mask)
-    return load_loss(scores, all_reduce(counts, router.mesh.tp_cp))
+    counts = count_copies(given.best, given.scores.shape[1], given.columns, given.token_mask)
+    return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
 
 
-def global_aux_loss(router: Router, output: RouterOutput, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+def global_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[E]` over all replicas."""
-    counts = count_copies(output.best, scores.shape[1], of=output.token_mask)
+    counts = count_copies(given.best, given.scores.shape[1], of=given.token_mask)
     copies = counts[0]
     if router.config.sequence_parallel:  # without it tp ranks have the same tokens
         copies = all_reduce(copies, router.mesh.tp)
     router.global_counts += all_reduce(copies, router.mesh.dp_cp)
-    return load_loss(scores, router.global_counts[None])
+    return load_loss(given.scores, router.global_counts[None])
 
 
 def add_global_counts(router: Router) -> None:
