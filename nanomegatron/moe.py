@@ -30,8 +30,10 @@ Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have the
 Only the GPU knows how many rows arrive, and the host needs the number for messages and memory: it
 synchronizes (with alltoall several times a layer), unless etp x ep is 1 and the experts are one grouped
 matmul. Combine multiplies by probs: a rank adds its copies of a token in fp32, in their order, and rounds the
-partial sum to the type of x; then the ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the
-communication with other work.
+partial sum to the type of x; then the ranks' partial sums are added.
+
+On GPUs `MoELayer.run` is another function, unless --no-fast-paths: that of `fast/moe_dispatch.py`, which
+overlaps the communication with the router, the shared experts and weight gradients.
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token sent once to a rank: DeepSeek-V3
 2412.19437; separate grid for experts: MoE Parallel Folding 2504.14960)
 """
@@ -39,6 +41,7 @@ communication with other work.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -134,15 +137,20 @@ class Dispatched:
     probs: torch.Tensor  # of the tokens that arrived, fp32 [n, k]
 
 
+class Sizes(NamedTuple):
+    """Numbers of rows that this rank sends to each rank of an axis, and receives from each."""
+
+    sent: list[int]
+    received: list[int]
+
+
 @dataclass(frozen=True)
 class Exchanged(Dispatched):
     """alltoall: also how the tokens were sent, over ep, then over etp; `combine` sends their sums back."""
 
     to_ranks: Routing  # of this rank's tokens to the rows that it sent over ep
-    ep_sent: list[int]  # rows for each ep rank
-    ep_received: list[int]  # rows from each ep rank
-    etp_sent: list[int]  # rows for each etp rank: all that were received over ep
-    etp_received: list[int]  # rows from each etp rank
+    over_ep: Sizes
+    over_etp: Sizes  # sent to each: all that were received over ep
 
 
 class TokenDispatch:
@@ -177,7 +185,8 @@ class TokenDispatch:
         capacity: rows per expert; each rank then gets a fixed number of rows, padded. None: the ids decide.
         """
         owner = ids.div(self.local_experts, rounding_mode="floor")
-        repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
+        same_rank = owner[:, :, None] == owner[:, None, :]
+        repeated = same_rank.tril(-1).any(2)  # an earlier choice of the token is on the same rank
         fixed_rows = None if capacity is None else min(capacity * self.local_experts, len(ids))
         return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, fixed_rows)
 
@@ -230,57 +239,61 @@ class AllToAllDispatch(TokenDispatch):
 
         x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
         """
-        ep = self.mesh.ep
-        etp = self.mesh.etp
         capacity = self.capacity(len(ids))
-        # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
         to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
-        sizes = to_ranks.offsets.diff()
-        sizes_received = all_to_all(sizes, ep)
-        etp_received = all_gather(sizes_received.sum()[None], etp).tolist()
-        ep_sent = sizes.tolist()
-        ep_received = sizes_received.tolist()
-        etp_sent = [etp_received[etp.rank]] * etp.size
+        over_ep, over_etp = self.exchange_sizes(to_ranks)
 
-        # send tokens and their choices to ep ranks, then to the etp ranks that share an expert
-        choices = self.pack_choices(probs, ids, to_ranks)
-        x = all_to_all(self.permute(x, to_ranks), ep, ep_sent, ep_received)
-        choices = all_to_all(choices, ep, ep_sent, ep_received)
-        if etp.size > 1:
-            x = all_to_all(x.repeat(etp.size, 1), etp, etp_sent, etp_received)
-            choices = all_to_all(choices.repeat(etp.size, 1), etp, etp_sent, etp_received)
+        # tokens and their choices
+        x = self.send(self.permute(x, to_ranks), over_ep, over_etp)
+        choices = self.send(self.pack_choices(probs, ids, to_ranks), over_ep, over_etp)
+        received_probs, received_ids = unpack_choices(choices)
 
         # copies in order of experts
-        received_probs, received_ids = unpack_choices(choices)
         routing, ends = self.route(received_ids, capacity).cut_to_size()
-        dispatched = Exchanged(
-            routing,
-            ends,
-            received_probs,
-            to_ranks,
-            ep_sent=ep_sent,
-            ep_received=ep_received,
-            etp_sent=etp_sent,
-            etp_received=etp_received,
-        )
+        dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
         return self.permute(x, routing), dispatched
+
+    def exchange_sizes(self, to_ranks: Routing) -> tuple[Sizes, Sizes]:
+        """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers."""
+        sent = to_ranks.offsets.diff()
+        received = all_to_all(sent, self.mesh.ep)
+        etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
+        own = etp_received[self.mesh.etp.rank]
+        return Sizes(sent.tolist(), received.tolist()), Sizes([own] * self.mesh.etp.size, etp_received)
+
+    def send(self, rows: torch.Tensor, over_ep: Sizes, over_etp: Sizes) -> torch.Tensor:
+        """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
+        etp = self.mesh.etp
+        rows = all_to_all(rows, self.mesh.ep, over_ep.sent, over_ep.received)
+        if etp.size > 1:
+            rows = all_to_all(rows.repeat(etp.size, 1), etp, over_etp.sent, over_etp.received)
+        return rows
 
     def combine(self, rows: torch.Tensor, dispatched: Exchanged) -> torch.Tensor:
         """Exchange partial sums, over etp, where they are added, then over ep. rows `[r, h]` -> `[t, h]`"""
         etp = self.mesh.etp
+        over_ep = dispatched.over_ep
+        over_etp = dispatched.over_etp
         y = self.unpermute(rows, dispatched.routing, dispatched.probs)
         if etp.size > 1:
-            y = all_to_all(y, etp, dispatched.etp_received, dispatched.etp_sent)
-            y = y.view(etp.size, dispatched.etp_sent[0], y.shape[1]).sum(0)
-        y = all_to_all(y, self.mesh.ep, dispatched.ep_received, dispatched.ep_sent)
+            y = all_to_all(y, etp, over_etp.received, over_etp.sent)
+            y = y.view(etp.size, over_etp.sent[0], y.shape[1]).sum(0)
+        y = all_to_all(y, self.mesh.ep, over_ep.received, over_ep.sent)
         return self.unpermute(y, dispatched.to_ranks)
 
 
-class GroupedLinearFunction(torch.autograd.Function):
-    """Applies each expert's linear layer to its rows.
+def grouped_linear(
+    x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool = False
+) -> torch.Tensor:
+    """Apply each expert's linear layer to its rows.
 
     x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
+    return GroupedLinearFunction.apply(x, weight, groups, transposed)
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """`grouped_linear`. x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool) -> torch.Tensor:
@@ -312,7 +325,7 @@ def activate_and_project(
 
     prefetch: unused, since nothing is computed again (`GroupedExperts.forward`).
     """
-    return experts.linear(experts.act(x), experts.weight2, groups, True)
+    return experts.linear(experts.act(x), experts.weight2, groups, transposed=True)
 
 
 class GroupedExperts(nn.Module):
@@ -333,7 +346,7 @@ class GroupedExperts(nn.Module):
     """
 
     multiple = 1  # each expert's rows are zero-padded to a multiple of it; above 1 no expert has none
-    linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
+    linear: Callable[..., torch.Tensor] = staticmethod(grouped_linear)
     project: Callable[..., torch.Tensor] = staticmethod(activate_and_project)
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
@@ -382,7 +395,7 @@ class GroupedExperts(nn.Module):
         prefetch: gets what the backward may call before it needs its result (`fast/discard_output.py`).
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
-        x = self.linear(rows, self.weight1, groups, False)
+        x = self.linear(rows, self.weight1, groups)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, offsets)
         y = self.project(self, x, groups, prefetch)

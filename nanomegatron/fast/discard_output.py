@@ -103,4 +103,4 @@ def discarding_project(
     """
     y = experts.act(x)
     with discard(y, experts.act, x, prefetch):
-        return experts.linear(y, experts.weight2, groups, True)
+        return experts.linear(y, experts.weight2, groups, transposed=True)

@@ -43,7 +43,7 @@ def fp8_expert_linear(
     x: torch.Tensor | Fp8Input,
     weight: nn.Parameter,
     groups: Groups,
-    transposed: bool,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """A `GroupedExperts.linear` in FP8; first, second: states of the two layers, the second `transposed`.
 
