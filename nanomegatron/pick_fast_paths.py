@@ -3,11 +3,10 @@
 Tests: tests/test_layouts.py. Page: docs/architecture.md.
 
     paths_for     which paths this run takes: `Paths`, with a slot for each
-        fast_paths    one row for each slot
     install       sets them on the modules of a model, in place of the core's forms
 
-`--fast-paths` takes all that can run, `--no-fast-paths` none. Without either, fast paths run on GPUs, and on
-CPUs those that have a flag of their own which is set.
+`--fast-paths` takes all that can run, `--no-fast-paths` none, but for what --recompute-modules asks for.
+Without either, fast paths run on GPUs, and on CPUs those that have a flag of their own which is set.
 """
 
 from collections.abc import Callable
@@ -71,48 +70,43 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
     Communicates over world on GPUs: every rank must call it with the same arguments.
     """
+    parallel = config.parallel
+    model = config.model
     if fast is None:
-        fast = config.parallel.fast_paths
-    peers = PeerAccess.build(mesh, config.parallel)
-    recomputed = config.model.recomputes
-    paths = Paths(discards=tuple(filter(recomputed, config.model.recompute_modules)), peers=peers)
-    if recomputed("layernorm"):
+        fast = parallel.fast_paths
+    peers = PeerAccess.build(mesh, parallel)
+
+    # what --recompute-modules asks for
+    paths = Paths(discards=tuple(filter(model.recomputes, model.recompute_modules)), peers=peers)
+    if model.recomputes("layernorm"):
         paths = replace(paths, layers=FusedLayers(recompute=True))
     if fast is False:
         return paths
+
+    # without a flag of their own
     on_gpu = mesh.device.type == "cuda"
-    rows = fast_paths(config, peers, mesh.world.size, on_gpu, fast or on_gpu)
-    return replace(paths, **{slot: path for slot, taken, path in rows if taken})
+    default = fast or on_gpu
+    if default:
+        layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
+        paths = replace(paths, layers=layers, context=Ring(peers), producers=True)
 
-
-def fast_paths(
-    config: Config, peers: PeerAccess, world: int, on_gpu: bool, default: bool
-) -> list[tuple[str, bool, object]]:
-    """Return a row for each slot of `Paths`: its name, whether this run takes the path, the path.
-
-    default: whether a run takes the paths that have no flag of their own.
-    """
-    parallel = config.parallel
-    model = config.model
-    moe_halves = parallel.overlap_moe_expert_parallel_comm
-    moe_flags = moe_halves or model.moe_shared_expert_overlap
-    dp_overlap = parallel.overlap_grad_reduce or parallel.overlap_param_gather
-    fp8_gather = default or config.precision.fp8_param_gather
-    return [
-        ("layers", default, FusedLayers(quantizing_norm, model.recomputes("layernorm"))),
-        ("linear", parallel.tp_comm_overlap, OverlappedLinear(peers)),
-        ("fp8", parallel.tp_comm_overlap, OverlappedFp8Matmuls(peers)),
-        ("context", default, Ring(peers)),
-        ("producers", default, True),
-        ("moe", model.num_experts and (default or moe_flags), OverlappedMoe(peers, moe_halves)),
-        ("loss", model.cross_entropy_loss_fusion, fused_output_loss),
-        ("shard_comm", default and dp_overlap, PeerShardComm(peers)),
-        ("gathered", fp8_gather, gathered_casts),
-        ("state", fp8_gather, cast_state),
-        ("updates", fp8_gather, CastUpdates),
-        ("graphs", on_gpu, GRAPHS[graph_impl(config, world)]),
-        ("decoder", parallel.cuda_graph_impl != "none", decoder),
-    ]
+    # by their flags
+    if parallel.tp_comm_overlap:
+        paths = replace(paths, linear=OverlappedLinear(peers), fp8=OverlappedFp8Matmuls(peers))
+    halves = parallel.overlap_moe_expert_parallel_comm
+    if model.num_experts and (default or halves or model.moe_shared_expert_overlap):
+        paths = replace(paths, moe=OverlappedMoe(peers, halves))
+    if model.cross_entropy_loss_fusion:
+        paths = replace(paths, loss=fused_output_loss)
+    if default and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
+        paths = replace(paths, shard_comm=PeerShardComm(peers))
+    if default or config.precision.fp8_param_gather:
+        paths = replace(paths, gathered=gathered_casts, state=cast_state, updates=CastUpdates)
+    if on_gpu:
+        paths = replace(paths, graphs=GRAPHS[graph_impl(config, mesh.world.size)])
+    if parallel.cuda_graph_impl != "none":
+        paths = replace(paths, decoder=decoder)
+    return paths
 
 
 def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
