@@ -1,11 +1,11 @@
-"""Saves beside the training: a snapshot in host memory, written by a process of its own per rank.
+"""Saves beside the training: a snapshot in host memory, written by a process per rank, one for each save.
 
     step n            | boundary |  step n + 1: forward, backward  |  update  |  ...
     stream of the step   waits nothing                              waits for the copies
     side stream          [ copies to page-locked memory ]
     writer process                     [ file of this rank ... ]  rank 0: [ publish, prune ]
 
-The buffer is shared with the writer (memfd), sized once for what this rank owns, and page-locked by a thread
+The buffer is shared with writers (memfd), sized once for what this rank owns, and page-locked by a thread
 beside the first steps. CUDA launches nothing while it page-locks memory, so that it does this in parts, with
 pauses as long between them. A copy may not cross from one part to the next.
 
@@ -16,7 +16,6 @@ At most one save is in flight. The files are those of a synchronous save, to the
 import json
 import mmap
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -31,18 +30,23 @@ from typing import Any
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import SaveError, bytes_needed, not_saved, on_all_ranks, owned_pieces
+from nanomegatron.checkpoint.checkpoint import Attempt, bytes_needed, on_all_ranks, owned_pieces
 from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard, in_file_order
 from nanomegatron.checkpoint.folder import Retention, make_folder
-from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, rank_file, to_json
-from nanomegatron.checkpoint.writer import CANCELLED
+from nanomegatron.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    describe_piece,
+    rank_file,
+    to_json,
+)
 from nanomegatron.mesh import Mesh
 
 START = """
 import sys
 sys.path.append(sys.argv[1])
 from nanomegatron.checkpoint import writer
-writer.serve(int(sys.argv[2]), int(sys.argv[3]))
+writer.run(int(sys.argv[2]), int(sys.argv[3]))
 """
 SPARE = 0.1  # of the host's memory is left free
 LOCKED = 2**26  # bytes that one call page-locks, in 30 to 80 ms on an H100
@@ -56,7 +60,7 @@ class HostBuffer:
         self.descriptor = os.memfd_create("checkpoint")
         self.ready: Future = Future()
         self.locked: list[torch.Tensor] = []
-        self.wanted = self.closed = False
+        self.closed = False
         threading.Thread(target=self._prepare, daemon=True).start()
 
     def _prepare(self) -> None:
@@ -73,31 +77,26 @@ class HostBuffer:
                 self._lock(data)
             self.ready.set_result(data)
         except Exception as error:
-            self._unlock()
-            os.ftruncate(self.descriptor, 0)
             self.ready.set_exception(error)
+            self.close()
 
     def _lock(self, data: torch.Tensor) -> None:
-        """Page-lock data `[size]` in parts, with pauses until a save waits for it; stop if closed."""
+        """Page-lock data `[size]` in parts, with pauses as long; stop if closed."""
         for part in takewhile(lambda _: not self.closed, data.split(LOCKED)):
             begin = time.monotonic()
             if code := int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), len(part), 0)):
                 raise RuntimeError(f"cudaHostRegister of {len(part)} bytes: error {code}")
             self.locked.append(part)
-            time.sleep(0 if self.wanted else time.monotonic() - begin)
-
-    def _unlock(self) -> None:
-        """Unlock the pages; else CUDA would read and write them for whatever is mapped there afterwards."""
-        while self.locked:
-            torch.cuda.cudart().cudaHostUnregister(self.locked.pop().data_ptr())
+            time.sleep(time.monotonic() - begin)
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory, unlocked: else CUDA would use it for whatever is mapped there afterwards."""
         if self.closed:
             return
         self.closed = True
-        if self.ready.exception() is None:
-            self._unlock()
+        self.ready.exception()  # waits
+        while self.locked:
+            torch.cuda.cudart().cudaHostUnregister(self.locked.pop().data_ptr())
         os.close(self.descriptor)
 
     def __del__(self) -> None:
@@ -105,7 +104,6 @@ class HostBuffer:
 
     def views(self, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """A place for each piece's elements, one after another as in the file -> `[...]`, in its shape"""
-        self.wanted = True
         data, end, found = self.ready.result(), 0, []
         for piece in pieces:
             begin, end = end, end + piece.data.nbytes
@@ -146,10 +144,8 @@ class AsyncSaver:
         on_gpu = mesh.device.type == "cuda"
         self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
         self.copied = torch.cuda.Event(blocking=True) if on_gpu else None
-        self.lock, self.cancelled = threading.Lock(), False
-        self.written: Future = Future()
-        self.published: Future = Future()
-        self._start_writer()
+        self.process: subprocess.Popen | None = None
+        self.submitted = False
 
     def begin(
         self,
@@ -165,38 +161,41 @@ class AsyncSaver:
         All-reduces a number and gathers texts over world. The pieces must not change before `wait_copies`.
         Raises SaveError on all ranks, also if the snapshot's memory could not be allocated.
         """
-        self.root, self.iteration = Path(root), iteration
-        self.temporary = self.root.resolve() / f"iter_{iteration:07d}.tmp"
         owned = in_file_order(owned_pieces(pieces))
-        self.need = bytes_needed(owned, self.mesh)
+        need = bytes_needed(owned, self.mesh)
+        self.attempt = Attempt(self.mesh, Path(root), iteration, need)
         self.job = dict(iteration=iteration, state=state, config=config, keep=astuple(keep))
-        self.submit(self._on_all_ranks(self._describe, owned))
+        self._submit(self.attempt.stage(self._describe, owned))
 
     def _describe(self, owned: list[Piece]) -> list[tuple[torch.Tensor, Piece]]:
         """Describe the rank's file -> a place in the buffer for each piece"""
         rank = self.mesh.world.rank
         header, tensors = describe_shard(owned, rank)
-        size = sum(piece.data.nbytes for piece in owned)
         self.job |= dict(
             rank=rank,
             ranks=self.mesh.world.size,
             threads=WRITE_THREADS,
-            bytes=size,
-            path=str(self.temporary / rank_file("sharded", rank)),
+            bytes=sum(piece.data.nbytes for piece in owned),
+            path=str(self.attempt.temporary / rank_file("sharded", rank)),
             header=header.decode("latin-1"),
             part=to_json(Manifest(0, {}, "", tensors, {})),
         )
         return list(zip(self.buffer.views(owned), owned, strict=True))
 
-    def submit(self, pairs: Iterable[tuple[torch.Tensor, Piece]] = ()) -> None:
-        """Copy pieces to their places and let the writers write what the buffers hold; also after a failure.
+    def _submit(self, pairs: Iterable[tuple[torch.Tensor, Piece]] = ()) -> None:
+        """Copy pieces to their places, and let the writers write what the buffers hold.
 
         Raises SaveError as `begin`. The ranks agree first: a number read from the device waits for copies.
         """
-        self._on_all_ranks(self._open)
+        folder = self.attempt.temporary
+        self.attempt.stage(make_folder if self.first else None, folder, self.attempt.need)
         self._copy(pairs)
-        self.cancelled, self.written, self.published = False, Future(), Future()
+        self.written = Future()
+        self.published = Future()
+        if not self.first:
+            self.published.set_result([])
         threading.Thread(target=self._follow, daemon=True).start()
+        self.submitted = True
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, Piece]]) -> None:
         if self.stream is None:
@@ -216,71 +215,38 @@ class AsyncSaver:
                     piece.data.record_stream(self.stream)  # it may be freed before it is copied
             self.copied.record()
 
-    def _open(self) -> None:
-        if self.first:
-            make_folder(self.temporary, self.need)
-        if self.process.poll() is not None:
-            self._end_writer()
-            self._start_writer()
+    def _follow(self) -> None:
+        """In a thread: wait for the copies, then run a writer, which says when each stage is done."""
+        stages = [self.written, self.published][: 1 + self.first]
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+            with self._start_writer() as self.process:
+                self.process.stdin.write(f"{json.dumps(self.job)}\n")
+                self.process.stdin.flush()
+                for stage, notes in zip(stages, self.process.stdout):
+                    stage.set_result(json.loads(notes))
+                error = self.process.stderr.read().strip()
+            code = self.process.returncode
+            error = error or f"the writer process of rank {self.mesh.world.rank} ended (exit code {code})"
+        except Exception as caught:
+            error = describe_piece(caught)
+        for stage in stages:
+            if not stage.done():
+                stage.set_exception(CheckpointError(error))
 
-    def _on_all_ranks(self, work: Any, *args: Any) -> Any:
-        result, errors = on_all_ranks(self.mesh, work, *args)
-        if errors:
-            self._give_up(errors)
-        return result
-
-    def _give_up(self, errors: list[str]) -> None:
-        if self.first:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        raise SaveError(not_saved(self.root, self.iteration, errors, self.need))
-
-    def _start_writer(self) -> None:
+    def _start_writer(self) -> subprocess.Popen:
         root, buffer = Path(__file__).resolve().parents[2], self.buffer
         alone = "-I -S -B -c".split()  # nothing but the standard library
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, *alone, START, str(root), str(buffer.descriptor), str(buffer.size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             pass_fds=(buffer.descriptor,),
             start_new_session=True,  # no Ctrl-C of the terminal
         )
-
-    def _follow(self) -> None:
-        """In a thread: wait for the copies, send the job, and receive what the writer says of each stage."""
-        stages = [self.written, self.published]
-        try:
-            if self.copied is not None:
-                self.copied.synchronize()
-            with self.lock:
-                if self.cancelled:
-                    raise CheckpointError(CANCELLED)
-                self._send(json.dumps(self.job))
-            for stage in stages if self.first else stages[:1]:
-                reply = json.loads(self.process.stdout.readline())
-                if reply["error"]:
-                    raise CheckpointError(reply["error"])
-                stage.set_result(reply["notes"])
-            if not self.first:
-                self.published.set_result([])
-        except Exception as caught:
-            error = caught
-            if not isinstance(error, CheckpointError):  # a pipe without an end
-                how = f"exit code {self.process.wait()}"
-                error = CheckpointError(f"the writer process of rank {self.mesh.world.rank} ended ({how})")
-            for stage in stages:
-                if not stage.done():
-                    stage.set_exception(error)
-
-    def _send(self, text: str) -> None:
-        self.process.stdin.write(f"{text}\n")
-        self.process.stdin.flush()
-
-    def cancel(self) -> None:
-        """End the work of this rank's writer soon; the save fails, unless it is published already."""
-        with self.lock, suppress(OSError):
-            self.cancelled = True
-            self._send("cancel")
 
     @property
     def failed(self) -> bool:
@@ -295,24 +261,26 @@ class AsyncSaver:
     def join(self) -> list[str]:
         """Wait until the save in flight is published -> notes for the user; all ranks call this.
 
-        Gathers texts over world. Raises SaveError on all ranks if it failed on any.
+        Gathers texts over world. Raises SaveError on all ranks if it failed on any; called again, it writes
+        the snapshot again.
         """
+        if not self.submitted:
+            self._submit()
         _, errors = on_all_ranks(self.mesh, self.written.result)
         if errors:
-            self.cancel()
+            self.kill_writer()  # that of rank 0 waits for all parts
         notes, unpublished = on_all_ranks(self.mesh, self.published.result)
-        errors = [error for error in errors if error != CANCELLED]
         if unpublished:
-            self._give_up(errors or unpublished)
-        return [*(notes or ()), *(f"{error}, after all was written" for error in errors)]
+            self.submitted = False
+            self.attempt.fail(errors or unpublished)
+        return notes
+
+    def kill_writer(self) -> None:
+        """End the writer process; what it has published stays."""
+        if self.process is not None:
+            self.process.kill()
 
     def close(self) -> None:
         """End the writer process and free the snapshot's memory."""
-        self._end_writer()
+        self.kill_writer()
         self.buffer.close()
-
-    def _end_writer(self) -> None:
-        with suppress(OSError):
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()

@@ -17,7 +17,7 @@ import stat
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -50,13 +50,8 @@ def write_text(path: Path, text: str) -> None:
         sync(file)
 
 
-def write_blocks(
-    path: Path, chunks: Iterable[Bytes], threads: int, check: Callable[[], None] = lambda: None
-) -> SavedFile:
-    """Write the chunks, one after another, to a new file, synced to disk; returns its size and checksums.
-
-    `check` is called before each block; an error that it raises ends the work.
-    """
+def write_blocks(path: Path, chunks: Iterable[Bytes], threads: int) -> SavedFile:
+    """Write the chunks, one after another, to a new file, synced to disk; returns its size and checksums."""
     digest, crcs, size = hashlib.sha256(), [], 0
     under_work: deque = deque()
 
@@ -69,7 +64,6 @@ def write_blocks(
     with open(path, "xb") as file:
         with ThreadPoolExecutor(threads) as writers, ThreadPoolExecutor(1) as hasher:
             for block in blocks_of(chunks):
-                check()
                 crc = writers.submit(_write_at, file.fileno(), block, size)
                 under_work.append((crc, hasher.submit(digest.update, block)))
                 size += len(block)

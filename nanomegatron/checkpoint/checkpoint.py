@@ -127,29 +127,52 @@ def save(
     Rank 0's `state` (JSON) and `config` (TOML) are saved; formats.py lists the formats. Then removes what
     `keep` says -> notes for the user on what could not be removed. Raises SaveError on all ranks.
     """
-    root, first = Path(root), mesh.world.rank == 0
+    first = mesh.world.rank == 0
     owned = owned_pieces(pieces)
-    need = bytes_needed(owned, mesh)
-    temporary = root / f"iter_{iteration:07d}.tmp"
-
-    def stage(work: Callable | None, *args: Any) -> Any:
-        result, errors = on_all_ranks(mesh, work, *args)
-        if errors:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveError(not_saved(root, iteration, errors, need))
-        return result
-
-    stage(folder.make_folder if first else None, temporary, need)
-    stage(formats.WRITERS[format], temporary, mesh.world.rank, owned)
+    attempt = Attempt(mesh, Path(root), iteration, bytes_needed(owned, mesh))
+    temporary = attempt.temporary
+    attempt.stage(folder.make_folder if first else None, temporary, attempt.need)
+    attempt.stage(formats.WRITERS[format], temporary, mesh.world.rank, owned)
     entry = {} if format == "sharded" else {"name": format}
     if format == "torch":
         entry["layout"] = formats.layout_words(mesh)
     if format == "torch_dist":
-        entry |= stage(write_metadata if first else None, temporary, mesh.world.size) or {}
+        entry |= attempt.stage(write_metadata if first else None, temporary, mesh.world.size) or {}
     contents = iteration, state, config, keep.persistent, entry
-    stage(folder.publish_folder if first else None, temporary, mesh.world.size, *contents)
-    return folder.prune(root, iteration, keep) if first else []
+    attempt.stage(folder.publish_folder if first else None, temporary, mesh.world.size, *contents)
+    return folder.prune(attempt.root, iteration, keep) if first else []
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """To save an iteration, `need` bytes, in stages; an error on one rank ends it on all."""
+
+    mesh: Mesh
+    root: Path
+    iteration: int
+    need: int
+
+    @property
+    def temporary(self) -> Path:
+        """The folder until it is published."""
+        return self.root / f"iter_{self.iteration:07d}.tmp"
+
+    def stage(self, work: Callable | None, *args: Any) -> Any:
+        """Return the result of `on_all_ranks`. Raises SaveError on all ranks."""
+        result, errors = on_all_ranks(self.mesh, work, *args)
+        if errors:
+            self.fail(errors)
+        return result
+
+    def fail(self, errors: list[str]) -> None:
+        """Remove the folder. Raises SaveError: errors, bytes needed and free, the fix, the last good."""
+        if self.mesh.world.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        raise SaveError(
+            f"the checkpoint of iteration {self.iteration} was not saved in {self.root}: {'; '.join(errors)} "
+            f"(it needs {self.need} bytes, {folder.free_bytes(self.root)} are free); free space there, or "
+            f"give another --save; {folder.newest_in_words(self.root)}"
+        )
 
 
 def owned_pieces(pieces: Iterable[Piece]) -> list[Piece]:
@@ -161,15 +184,6 @@ def bytes_needed(owned: Iterable[Piece], mesh: Mesh) -> int:
     """Return the bytes of the pieces of all ranks. All-reduces a number over world."""
     need = torch.tensor(sum(piece.data.nbytes for piece in owned), device=mesh.device)
     return int(all_reduce(need, mesh.world))
-
-
-def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> str:
-    """The message of a SaveError: the errors of all ranks, bytes needed and free, the fix, the last good."""
-    return (
-        f"the checkpoint of iteration {iteration} was not saved in {root}: {'; '.join(errors)} (it needs "
-        f"{need} bytes, {folder.free_bytes(root)} are free); free space there, or give another --save; "
-        f"{folder.newest_in_words(root)}"
-    )
 
 
 # Loading.

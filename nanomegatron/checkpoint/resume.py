@@ -82,14 +82,14 @@ class Checkpoints(Observer):
         self.run.log.status("running", iteration=iteration, checkpoint=self.config.save)
 
     def before_sync(self) -> Numbers:
-        return {"save_failed": float(self.saver.failed)}
+        return self.saver.flags()
 
     def before_update(self) -> Numbers:
         self.saver.wait_copies()  # from here on the states change
         return {}
 
     def after_step(self, step: StepReport) -> None:
-        self.saver.poll(step.numbers["save_failed"] > 0, pending=self.reporter.pending is not None)
+        self.saver.poll(step.numbers["save_failed"] > 0, step.numbers["save_published"] > 0)
 
     def save_if_due(self) -> None:
         """Save, or begin to, if an interval says so; the last iteration is left to `save_last`."""

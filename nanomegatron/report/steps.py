@@ -21,7 +21,7 @@ from nanomegatron.report.trace import Tracer, trace_title
 from nanomegatron.report.traffic import Traffic, ledger
 from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
 
-FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, that are not logged
+FLAGS = ("signalled", "out_of_time", "save_failed", "save_published")  # numbers of ranks, that are not logged
 
 
 @dataclass(frozen=True)
