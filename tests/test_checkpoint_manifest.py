@@ -182,18 +182,18 @@ def test_a_manifest_that_none_could_read_is_not_published(tmp_path, monkeypatch)
 
 
 def test_what_would_take_for_ever_to_check_is_refused(tmp_path, monkeypatch):
-    """Boxes cut along many dims; one cut that many tensors have."""
-    save(tmp_path, 1, [Piece(key, (2,) * 9, (0,) * 9, torch.ones((2,) * 9)) for key in "abc"], {}, "", ALONE)
+    """Tensors of many dims; one cut that many tensors have."""
+    save(tmp_path, 1, [Piece(key, (2,) * 6, (0,) * 6, torch.ones((2,) * 6)) for key in "abc"], {}, "", ALONE)
     folder = tmp_path / "iter_0000001"
-    halves = [[[i, *[0] * 8], [1, *[2] * 8], 0, 0, 256] for i in (0, 1)]
-    change_manifest(folder, lambda m: m.update(cuts=[[[2] * 9, *halves]]))
+    halves = [[[i, *[0] * 5], [1, *[2] * 5], 0, 0, 32] for i in (0, 1)]
+    change_manifest(folder, lambda m: m.update(cuts=[[[2] * 6, *halves]]))
     read_manifest(folder)
     monkeypatch.setattr(checkpoint_manifest, "RANGES_LIMIT", 5)
     with pytest.raises(CheckpointError, match="c: by here it has more than 5 ranges"):
         read_manifest(folder)
     corners = [[list(at), [1] * 9, 0, 0, 1] for at in itertools.product((0, 1), repeat=9)]
     change_manifest(folder, lambda m: m.update(cuts=[[[2] * 9, *corners]]))
-    with pytest.raises(CheckpointError, match="it is cut along 9 dimensions, at most 6 may be"):
+    with pytest.raises(CheckpointError, match="is not a list of at most 6 sizes"):
         read_manifest(folder)
 
 
@@ -232,23 +232,24 @@ def test_a_newer_format_is_no_damage(tmp_path):
     root = kept_root(tmp_path / "ckpt", 3)
     change_manifest(root / "iter_0000020", lambda m: '{"format_version": 4}')
     for message in run_spmd(load_kept, 2, root, tp=2):
-        assert "format_version 4, this program reads up to 3: update the program" in message
+        assert "format_version 4, this program reads 3: update the program" in message
     with pytest.raises(CheckpointError, match="update the program"):
         load(root, [], ALONE, step=20)
     assert load(root, [], ALONE, step=10).notes == []
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [0, 1, 2])
 def test_an_older_format_is_no_damage(tmp_path, version):
     """It is refused on all ranks, though there is an older checkpoint, and the message says what to do."""
     root = kept_root(tmp_path / "ckpt", 3)
     change_manifest(root / "iter_0000020", lambda m: m.update(format_version=version))
     for message in run_spmd(load_kept, 2, root, tp=2):
-        assert f"format_version {version}, this program reads 3: go on with the program that" in message
+        assert f"format_version {version}, this program reads 3: " in message
+        assert message.endswith("or go on with the one that wrote it")
     assert load(root, [], ALONE, step=10).notes == []
 
 
-@pytest.mark.parametrize("version", ["0", "-1", '"3"', "true", "3.0", "null", "[3]"])
+@pytest.mark.parametrize("version", ["-1", '"3"', "true", "3.0", "null", "[3]"])
 def test_what_is_no_version_is_damage(tmp_path, version):
     root = kept_root(tmp_path / "ckpt", 3)
     change_manifest(root / "iter_0000020", lambda m: f'{{"format_version": {version}}}')

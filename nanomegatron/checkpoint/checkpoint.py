@@ -28,10 +28,9 @@ from torch import nn
 from nanomegatron.checkpoint import folder, formats
 from nanomegatron.checkpoint.blocks import verify_files
 from nanomegatron.checkpoint.files import DTYPES, Piece
-from nanomegatron.checkpoint.folder import KEEP_ALL, Retention, folders
+from nanomegatron.checkpoint.folder import KEEP_ALL, Retention, folders, latest
 from nanomegatron.checkpoint.manifest import (
-    OUTDATED,
-    UPDATE,
+    OTHER_VERSION,
     CheckpointError,
     Manifest,
     Rectangle,
@@ -40,7 +39,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 from nanomegatron.checkpoint.strictness import fit, some
 from nanomegatron.checkpoint.torch_dist import write_metadata
-from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
+from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Part
@@ -189,15 +188,9 @@ def bytes_needed(owned: Iterable[Piece], mesh: Mesh) -> int:
 # Loading.
 
 
-def latest(root: str | Path) -> int | None:
-    """Return `newest_folder`: the newest iteration published in root; None if there is none."""
-    return folder.newest_folder(Path(root))
-
-
-def latest_for_all(root: str | Path, mesh: Mesh) -> int:
-    """Return `latest` as rank 0 sees it, -1 for None. Communicates over world. Raises CheckpointError."""
-    seen = agreed(mesh, "", latest if mesh.world.rank == 0 else None, root)
-    return int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
+def latest_for_all(root: str | Path, mesh: Mesh) -> int | None:
+    """Return `latest` as rank 0 sees it. Communicates over world. Raises CheckpointError."""
+    return from_rank_0(mesh, latest, Path(root))
 
 
 def load(
@@ -246,22 +239,20 @@ def load(
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
 
-def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
-    """Return state and settings of the checkpoint that `load` tries first, read by rank 0; None if it cannot.
+def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> list | None:
+    """Return [state, settings] of the checkpoint that `load` tries first, read by rank 0; None without one.
 
     Only the manifest is checked: `load` may find other files damaged and use an older checkpoint.
     """
-    found, _ = on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
-    text = json.dumps([found.state, found.config]) if found else ""
-    text = all_gather_text(text, mesh.world, mesh.device)[0]
-    return tuple(json.loads(text)) if text else None
+    return from_rank_0(mesh, _first_state, Path(root), step)
 
 
-def _first_manifest(root: Path, step: int | None) -> Manifest | None:
-    for iteration, path in sorted(folders(root).items(), reverse=True):
+def _first_state(root: Path, step: int | None) -> tuple[dict[str, Any], str] | None:
+    for iteration, path in folders(root).items():
         if step in (None, iteration):
             with contextlib.suppress(CheckpointError):
-                return formats.open_checkpoint(path)
+                manifest = formats.open_checkpoint(path)
+                return manifest.state, manifest.config
     return None
 
 
@@ -270,27 +261,18 @@ def _newest_intact(
 ) -> tuple[Path, Manifest | None, list[str]]:
     """Return the checkpoint to load, verified, and notes on the damaged ones that were skipped."""
     # Rank 0's view of the folders is used: a rank with a stale view would load another checkpoint.
-    seen, errors = on_all_ranks(mesh, folders if mesh.world.rank == 0 else None, root)
-    if errors:
-        raise CheckpointError(f"{root}: {errors[0]}")
-    if step is None:
-        latest_for_all(root, mesh)  # raises if the newest is not there
-    names = json.dumps({i: path.name for i, path in (seen or {}).items()})
-    names = all_gather_text(names, mesh.world, mesh.device)[0]
-    found = {int(i): name for i, name in json.loads(names).items()}
-    if step is not None and step not in found:
-        raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
+    found = from_rank_0(mesh, _to_try, root, step)
     bad: list[str] = []
-    for iteration in sorted(found, reverse=True) if step is None else [step]:
-        path = root / found[iteration]
+    for iteration, name in found:
+        path = root / name
         manifest, errors = on_all_ranks(mesh, _verified, path, iteration, mesh.world, integrity)
         if not errors:
             note = (
                 f"damaged checkpoint: {'; '.join(some(bad, 3))}; loading iteration {iteration} instead: "
-                f"{max(found) - iteration} iterations are lost"
+                f"{found[0][0] - iteration} iterations are lost"
             )
             return path, manifest, [note] if bad else []
-        if any(error.endswith((UPDATE, OUTDATED)) for error in errors):
+        if any(error.endswith(OTHER_VERSION) for error in errors):
             raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors
         if path.is_symlink():
@@ -302,6 +284,16 @@ def _newest_intact(
             + "".join(f"\n  {line}" for line in some(bad))
         )
     return root, None, []
+
+
+def _to_try(root: Path, step: int | None) -> list[tuple[int, str]]:
+    """The iterations and folders that may be loaded, the newest first. Raises CheckpointError."""
+    found = folders(root)
+    if step is not None and step not in found:
+        raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
+    if step is None:
+        latest(root)  # raises if the newest is not there
+    return [(i, path.name) for i, path in found.items() if step in (None, i)]
 
 
 def _verified(path: Path, iteration: int, world: Axis, integrity: bool) -> Manifest:
@@ -388,3 +380,9 @@ def agreed(mesh: Mesh, title: str, work: Callable | None, *args: Any) -> Any:
     if errors:
         raise CheckpointError("\n  ".join(filter(None, [title, *errors])))
     return result
+
+
+def from_rank_0(mesh: Mesh, work: Callable, *args: Any) -> Any:
+    """Return what `work(*args)` returns on rank 0, as JSON has it. Raises CheckpointError, on all ranks."""
+    result = agreed(mesh, "", work if mesh.world.rank == 0 else None, *args)
+    return json.loads(all_gather_text(json.dumps(result), mesh.world, mesh.device)[0])

@@ -172,7 +172,7 @@ def superseded(root: Path, iteration: int, keep: Retention) -> list[Path]:
     """Return the folders before `iteration`, just published, that need not stay, the oldest first."""
     last = keep.keep_last or (2 if keep.interval else None)
     kept, replaced, result = int(keep.persistent), not keep.persistent, []
-    for i, path in sorted(folders(root).items(), reverse=True):
+    for i, path in folders(root).items():
         if i >= iteration or path.is_symlink():  # later ones are of a run that began again before them
             continue
         if (path / NON_PERSISTENT).is_file():
@@ -205,24 +205,27 @@ def _remove(path: Path) -> None:
 
 
 def folders(root: Path) -> dict[int, Path]:
-    """Return {iteration: folder} of all published folders, with an .old one only if nothing replaced it."""
+    """Return {iteration: folder} of all published folders, the newest first.
+
+    An .old one is among them only if nothing replaced it.
+    """
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
         match = PUBLISHED.fullmatch(path.name)
         if match and path.is_dir():
             found.setdefault(int(match[1]), path)
-    return found
+    return dict(sorted(found.items(), reverse=True))
 
 
 def newest_in_words(root: Path) -> str:
     """What a failed save leaves, for its message."""
-    with contextlib.suppress(OSError, ValueError):  # there is none
-        return f"the last good checkpoint is {folders(root)[max(folders(root))]}"
+    with contextlib.suppress(OSError, StopIteration):  # there is none
+        return f"the last good checkpoint is {next(iter(folders(root).values()))}"
     return "there is no earlier checkpoint"
 
 
-def newest_folder(root: Path) -> int | None:
-    """Return the newest iteration in `folders`; None if there is none.
+def latest(root: Path) -> int | None:
+    """Return the newest iteration published in root; None if there is none.
 
     Raises CheckpointError if a newer one is a symbolic link to nothing.
     """

@@ -37,6 +37,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 from nanomegatron.checkpoint.megatron import megatron_reader
 from nanomegatron.checkpoint.torch_dist import (
+    PICKLE_LIMIT,
     check_archive,
     distcp_reader,
     plain_copy,
@@ -95,7 +96,7 @@ def torch_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callab
     path = folder / rank_file("torch", rank)
     try:
         with open_file(path) as file:
-            check_archive(file, manifest.header_limits[rank])
+            check_archive(file, PICKLE_LIMIT * (1 + len(manifest.tensors)))
         tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["tensors"]
     except Exception as error:  # of any kind: the file may be anything
         raise CheckpointError(f"{path}: {str(error).partition(chr(10))[0][:200]}") from None

@@ -24,7 +24,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +35,9 @@ RANK_FILES = {  # --ckpt-format
 }
 METADATA = ".metadata"  # of torch_dist
 CRC_BLOCK = 16 * 2**20  # bytes of a file that have a CRC-32 of their own
-UPDATE = "update the program"  # ends the error message for a newer format
-OUTDATED = "go on with the program that wrote it, or begin another run"  # and for an older one
+OTHER_VERSION = "update the program, or go on with the one that wrote it"  # ends the error message
 RANGES_LIMIT = 2**24  # twenty times what 405B parameters on 16,384 ranks need
-MAX_CUT_DIMS = 6  # cut dims of a tensor: the time to check it doubles with each
+MAX_DIMS = 6  # of a tensor: the time to check it doubles with each
 ITEM_BYTES = {  # by safetensors' names of the types
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -110,17 +108,6 @@ class Manifest:
         more = {METADATA: _saved_file(*self.format["metadata"])} if "metadata" in self.format else {}
         return {rank_file(name, rank): file for rank, file in self.files.items()} | more
 
-    @cached_property
-    def header_limits(self) -> Counter:
-        """The maximum bytes of the header of each rank's file."""
-        limits = Counter(dict.fromkeys(self.files, 1024))
-        for key, tensor in self.tensors.items():
-            dims = len(tensor.shape)
-            each = (512 + len(json.dumps(key)) + 42 * dims) * max(1, 2 * dims - 1)
-            for r in itertools.chain(*tensor.boxes.values()):
-                limits[r.rank] += each
-        return limits
-
 
 def rank_file(format: str, rank: int) -> str:
     """The name of a rank's file. Raises CheckpointError for an unknown format."""
@@ -177,8 +164,6 @@ def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]])
     if covered != volume:
         return f"the files cover {covered} of {volume} elements"
     cut = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
-    if len(cut) > MAX_CUT_DIMS:
-        return f"it is cut along {len(cut)} dimensions, at most {MAX_CUT_DIMS} may be"
     corners: Counter = Counter()
     whole = Rectangle((0,) * len(shape), shape)
     for sign, box in [(-1, whole)] * bool(boxes) + [(1, box) for box in boxes]:
@@ -274,19 +259,13 @@ def parse_manifest(text: bytes) -> Manifest:
     """
     try:
         entry = json.loads(text)
-        version = entry["format_version"]
-        if _size(version) > FORMAT_VERSION:
+        version = _size(entry["format_version"])
+        if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"format_version {version}, this program reads up to {FORMAT_VERSION}: {UPDATE}"
-            )
-        if 0 < version < FORMAT_VERSION:
-            raise CheckpointError(
-                f"format_version {version}, this program reads {FORMAT_VERSION}: {OUTDATED}"
+                f"format_version {version}, this program reads {FORMAT_VERSION}: {OTHER_VERSION}"
             )
         if not isinstance(entry["state"], dict) or not isinstance(entry["config"], str):
             raise CheckpointError("state is not a table, or config not a text")
-        if version == 0:
-            raise CheckpointError("format_version 0: there is none")
         cuts = [_cut(*cut) for cut in entry["cuts"]]
         tensors = {
             key: SavedTensor(str(dtype), *cuts[_size(cut)]) for key, (dtype, cut) in entry["tensors"].items()
@@ -328,8 +307,8 @@ def _cut(shape: list, *boxes: list) -> tuple[tuple[int, ...], dict[Rectangle, li
 
 def sizes(entry: Sequence) -> tuple[int, ...]:
     """Raises CheckpointError unless these are a few sizes."""
-    if not isinstance(entry, list | tuple) or len(entry) > 16:
-        raise CheckpointError(f"{str(entry)[:80]} is not a list of at most 16 sizes")
+    if not isinstance(entry, list | tuple) or len(entry) > MAX_DIMS:
+        raise CheckpointError(f"{str(entry)[:80]} is not a list of at most {MAX_DIMS} sizes")
     return tuple(map(_size, entry))
 
 

@@ -47,7 +47,7 @@ class LoadSource(NamedTuple):
     upcycling: bool  # its weights are of a dense model, the run's model has experts
     begins: bool  # the run takes no progress from it: it has only weights, or --eval-only
 
-    def saved(self, mesh: Mesh) -> tuple[dict, str] | None:
+    def saved(self, mesh: Mesh) -> list | None:
         """`read_state` of the checkpoint whose progress the run takes; None if there is none."""
         return None if self.begins else read_state(self.root, mesh, self.step)
 
@@ -61,16 +61,17 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
     """
     config, eval_only = whole.checkpoint, whole.run.eval_only
     newest, step = latest_for_all(config.save, mesh), config.ckpt_step
-    if config.moe_use_upcycling and newest >= 0 and not eval_only:
+    upcycling = config.moe_use_upcycling
+    resumes = newest is not None and not eval_only
+    if resumes and upcycling:
         step = None  # it named an iteration of the dense model
-    if step is not None and max(newest, 0) > step and not eval_only:
+    if resumes and step is not None and newest > step:
         raise ValueError(
             f"--ckpt-step {step}: {config.save} holds iteration {newest}, which a later resume "
             "would take; give a new --run-name and --load this folder"
         )
-    if newest >= 0 and step is None and not (eval_only and config.load):
+    if newest is not None and step is None and not (eval_only and config.load):
         return LoadSource(config.save, None, only_weights=False, upcycling=False, begins=eval_only)
-    upcycling = config.moe_use_upcycling
     only_weights = config.finetune or upcycling
     return LoadSource(
         config.load or config.save, step, only_weights, upcycling, begins=only_weights or eval_only

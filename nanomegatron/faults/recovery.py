@@ -99,7 +99,7 @@ def roll_back(run: Training) -> None:
     run.observers.find(Checkpoints).saver.finish()
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
-    if newest < 0:
+    if newest is None:
         raise BadSteps(
             f"step {spike}: a spike, and no checkpoint to return to in {folder}: "
             "give --save-interval, or --on-spike skip"
