@@ -43,7 +43,6 @@ from nanomegatron.checkpoint.source import (
     find_source,
     has_weights_only,
     model_changes,
-    value_changes,
 )
 from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
@@ -234,11 +233,8 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if states:
         load_optimizer_scalars(run.optimizer, loaded.state["optimizer"])
-        good_steps = loaded.state["optimizer"]["good_steps"]
-        log_notes(run, value_changes(loaded.config_toml, run.config, run.progress, good_steps))
     elif run.optimizer:
         reset_main(run.optimizer)
-        note_new_schedule(run)
     if run.model.scales is not None:
         load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
@@ -249,17 +245,6 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.progress.iteration, checkpoint=root)
-
-
-def note_new_schedule(run: Training) -> None:
-    """Say of a run without the optimizer's states that its schedule begins again."""
-    left = run.config.run.train_iters - run.progress.iteration
-    if 0 < left < run.config.run.train_iters:
-        lr = float(run.optimizer.lr_table[0, 0])
-        run.log.line(
-            f"note    --no-load-optim: the schedule begins again, step {run.progress.iteration + 1} has the "
-            f"rate of step 1, {lr:g}; --lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
-        )
 
 
 def check_model(run: Training, source: LoadSource, saved: str) -> None:
