@@ -311,14 +311,14 @@ def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:
     """A checkpoint of another program, with our names: weights for a new run, and no run to resume."""
     run = set_up(world, [*argv, "--save", f"{folder}/none"], folder)
     train.train_step(run)
-    weights = {p.key: p.data.clone() for p in all_pieces(run, {})[0]}
+    weights = {p.key: p.data.clone() for p in all_pieces(run, {})}
     dcp.save(weights, checkpoint_id=f"{folder}/theirs/iter_0000007", no_dist=True)
     with pytest.raises(ValueError, match="theirs: it has weights only; add --finetune to train it"):
         set_up(world, [*argv, "--load", f"{folder}/theirs", "--save", f"{folder}/none"], folder)
     more = ["--load", f"{folder}/theirs", "--finetune", "--save", f"{folder}/none"]
     again = set_up(world, [*argv, *more], folder)
     assert again.progress.iteration == 0
-    assert all(torch.equal(p.data, weights[p.key]) for p in all_pieces(again, {})[0])
+    assert all(torch.equal(p.data, weights[p.key]) for p in all_pieces(again, {}))
     assert "no hash says whether it is damaged" in (Path(folder) / "log.txt").read_text()
 
 

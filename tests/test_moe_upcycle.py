@@ -105,7 +105,7 @@ def test_begins_as_the_dense_model(layout, name, more, dense, sources, tmp_path)
         torch.testing.assert_close(rank["logits"], expected["logits"], rtol=0, atol=1e-6 if exact else 0.5)
     assert ranks[0]["held out"] == pytest.approx(expected["held out"], rel=1e-6 if exact else 0.05)
     text = "\n".join(ranks[0]["lines"])
-    assert f"resumed {load}, step 4 (weights only, each expert as the MLP)" in text
+    assert f"resumed {load}, step 4 (weights only), each expert as the MLP" in text
     assert ("begins near the dense one" in text) != exact
     assert ("fc2 of experts divided by" in text) == ("factor" in more or not exact)
 

@@ -30,7 +30,7 @@ FORMATS = ("sharded", "torch_dist")
 def pieces_of(run) -> list:
     """All that a checkpoint holds, on this rank."""
     run.buckets.wait_params()
-    return all_pieces(run, optimizer_states(run.optimizer))[0]
+    return all_pieces(run, optimizer_states(run.optimizer))
 
 
 def step(run) -> float:

@@ -19,7 +19,6 @@ MAX_LINES, MAX_LINE = 500, 110  # lines of a file, characters of a line
 # What is over these limits today. Figures may only fall; within its limit a name leaves the list.
 LONG_FILES = {"nanomegatron/config/hf.py": 284}
 LONG_FUNCTIONS = {
-    "checkpoint.resume.load_checkpoint": 52,
     "config.pickles.build_pickle": 51,
 }
 WIDE_CLASSES = {

@@ -27,6 +27,7 @@ from nanomegatron.checkpoint.checkpoint import (
 )
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import remove_leftovers
+from nanomegatron.checkpoint.formats import layout_words
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
@@ -56,6 +57,8 @@ from nanomegatron.faults.health import BadSteps, Health
 from nanomegatron.faults.signals import Signals
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.step import Numbers, Observer, Training, due
+
+FP8 = "fp8/"  # begins the keys of FP8 scales
 
 
 class Checkpoints(Observer):
@@ -114,7 +117,7 @@ class Checkpoints(Observer):
     def pieces(self) -> list[Piece]:
         """Collect what a checkpoint of this run holds."""
         states = {} if self.config.no_save_optim else optimizer_states(self.run.optimizer)
-        return all_pieces(self.run, states)[0]
+        return all_pieces(self.run, states)
 
     def save(self, persistent: bool = True, last: bool = False) -> None:
         """Save everything that the next run needs to continue to the bit; waits for the step in flight.
@@ -170,44 +173,58 @@ def training_state(run: Training) -> dict:
 def environment_info(run: Training) -> dict:
     """Return hardware and layout: a resumed run gives the same bits only where they are the same."""
     mesh = run.mesh
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    experts = (mesh.ep, mesh.etp) if run.config.model.num_experts else ()
-    sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.pp, mesh.cp, mesh.dp, *experts)}
-    sizes["sharding"] = run.config.parallel.sharding
-    return {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
+    return {
+        "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "layout": layout_words(mesh),
+        "sharding": run.config.parallel.sharding,
+    }
 
 
-def all_pieces(run: Training, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
-    """Collect what a checkpoint holds, with the optimizer's `states` -> pieces, copied FP8 scales `[...]`"""
-    fp8 = {f"fp8/{name}": x for name, x in fp8_state(run.model.scales).items()}
+def all_pieces(run: Training, states: dict) -> list[Piece]:
+    """Collect what a checkpoint holds, with the optimizer's `states`; of FP8 scales `[...]` a copy."""
+    fp8 = {f"{FP8}{name}": x for name, x in fp8_state(run.model.scales).items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
-    return training_pieces(run.model.parameters(), states, run.mesh) + small, fp8
+    return training_pieces(run.model.parameters(), states, run.mesh) + small
 
 
 def load_checkpoint(run: Training, health: Health | None = None) -> None:
-    """Resume from the folder that `find_source` chooses: a checkpoint, or a Hugging Face folder.
+    """Resume from the folder that `find_source` chooses: of this program, Megatron-LM or Hugging Face.
 
     Raises CheckpointError if --load names a folder without a checkpoint, unless that is --save's, too.
     """
-    config, source = run.config.checkpoint, find_source(run.config, run.mesh)
-    root, only_weights = source.root, source.only_weights
-    if is_hf_folder(root):
-        load_hf_folder(run, source)
+    source = find_source(run.config, run.mesh)
+    if is_hf_folder(source.root):
+        line, with_states = load_hf_folder(run, source), False
+    elif theirs := megatron_folder(source.root, source.step):
+        line, with_states = load_megatron_folder(run, source, theirs)
+    else:
+        line, with_states = load_own_folder(run, source, health)
+    if not line:
         return
-    if theirs := megatron_folder(root, source.step):
-        load_megatron_folder(run, source, theirs)
-        return
-    begins, found = source.begins, read_state(root, run.mesh, source.step)
-    if found and not begins and has_weights_only(found[0]):
+    if source.upcycling:
+        log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
+        line += ", each expert as the MLP"
+    if run.optimizer and not with_states:
+        reset_main(run.optimizer)
+    run.log.line(line)
+
+
+def load_own_folder(run: Training, source: LoadSource, health: Health | None) -> tuple[str, bool]:
+    """Load a checkpoint of this program -> a line that says so ("": there is none), whether with states"""
+    config = run.config.checkpoint
+    root = source.root
+    found = read_state(root, run.mesh, source.step)
+    if found and not source.begins and has_weights_only(found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     if found:
         check_model(run, source, found[1])
-    states = {} if begins or config.no_load_optim else optimizer_states(run.optimizer)
-    pieces, fp8 = all_pieces(run, states)
-    wanted = dense_pieces(pieces) if source.upcycling else pieces
+    states = {} if source.begins or config.no_load_optim else optimizer_states(run.optimizer)
+    pieces = all_pieces(run, states)
     loaded = load(
         root,
-        wanted,
+        dense_pieces(pieces) if source.upcycling else pieces,
         run.mesh,
         source.step,
         not states,
@@ -215,36 +232,39 @@ def load_checkpoint(run: Training, health: Health | None = None) -> None:
         config.dist_ckpt_strictness,
     )
     if loaded is None:
-        if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
-            run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
-        elif config.load:
-            fix = why_no_checkpoint(root, source.step) or "; train from scratch without --load"
-            raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
-        elif run.config.run.eval_only:
-            raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
-        return
+        check_absence(run, source)
+        return "", False
     warn_once(run, loaded.notes)
-    check_data(run, root, loaded.state, resumes=not begins)
-    if only_weights:
+    check_data(run, root, loaded.state, resumes=not source.begins)
+    if source.only_weights:
         keep_source(run, root)
     else:
         restore_progress(run, root, loaded.state, health)
-    if source.upcycling:
-        log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
+        before, now = loaded.state.get("circumstances", {}), environment_info(run)
+        changed = [f"{key} {before[key]} -> {x}" for key, x in now.items() if before.get(key, x) != x]
+        if changed:
+            log_notes(run, [f"the same state and data, but not the same bits: {', '.join(changed)}"])
     if states:
         load_optimizer_scalars(run.optimizer, loaded.state["optimizer"])
-    elif run.optimizer:
-        reset_main(run.optimizer)
     if run.model.scales is not None:
-        load_fp8_state(run.model.scales, {key.removeprefix("fp8/"): x for key, x in fp8.items()})
-    how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
-    word = "loaded " if run.config.run.eval_only else "resumed"
-    run.log.line(f"{word} {root}, step {loaded.iteration}{how}")
-    before, now = loaded.state.get("circumstances", {}), environment_info(run)
-    changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
-    if changed and not only_weights:
-        run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
+        fp8 = {piece.key.removeprefix(FP8): piece.data for piece in pieces if piece.key.startswith(FP8)}
+        load_fp8_state(run.model.scales, fp8)
     run.log.status("running", iteration=run.progress.iteration, checkpoint=root)
+    word = "loaded " if run.config.run.eval_only else "resumed"
+    return f"{word} {root}, step {loaded.iteration}{' (weights only)' * source.only_weights}", bool(states)
+
+
+def check_absence(run: Training, source: LoadSource) -> None:
+    """Raise CheckpointError unless a run may begin without a checkpoint."""
+    config = run.config.checkpoint
+    root = source.root
+    if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not source.begins:
+        log_notes(run, [f"--load {root}, which is --save too, has no checkpoint yet: from scratch"])
+    elif config.load:
+        fix = why_no_checkpoint(root, source.step) or "; train from scratch without --load"
+        raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
+    elif run.config.run.eval_only:
+        raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
 
 
 def check_model(run: Training, source: LoadSource, saved: str) -> None:
@@ -309,17 +329,16 @@ def restore_progress(run: Training, root: str, state: dict, health: Health | Non
         )
 
 
-def load_hf_folder(run: Training, source: LoadSource) -> None:
-    """Load a Hugging Face model's weights; upcycling fills experts with its MLPs. Raises ValueError."""
-    parameters, model = run.model.parameters, run.config.model
-    notes = load_weights(source.root, parameters(), model, run.model.vocab_size, source.upcycling)
-    log_notes(run, [*(divide_outputs(parameters(), model) if source.upcycling else ()), *notes])
-    if run.optimizer:
-        reset_main(run.optimizer)
+def load_hf_folder(run: Training, source: LoadSource) -> str:
+    """Load a Hugging Face model's weights, into experts its MLPs -> a line that says so; raises ValueError"""
+    model = run.model
+    log_notes(
+        run,
+        load_weights(source.root, model.parameters(), run.config.model, model.vocab_size, source.upcycling),
+    )
     warn_once(run, tokenizer_notes(run, source.root) if run.mesh.rank == 0 else [])
     keep_source(run, source.root)
-    how = ", each expert as the MLP" * source.upcycling
-    run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
+    return f"loaded  {source.root}, the weights of a Hugging Face model"
 
 
 def tokenizer_notes(run: Training, root: str) -> list[str]:
@@ -334,32 +353,30 @@ def tokenizer_notes(run: Training, root: str) -> list[str]:
     return [f"the data's tokenizer is a {ours.spec['type']}, not that of {root}: its ids may be others"]
 
 
-def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> None:
+def load_megatron_folder(run: Training, source: LoadSource, folder: Path) -> tuple[str, bool]:
     """Load a Megatron-LM checkpoint: to resume at its iteration if it has optimizer states, else its weights.
 
-    Raises CheckpointError, or ValueError if by then this run would have consumed another number of samples.
+    Returns as `load_own_folder`. Raises CheckpointError, or ValueError if by then this run would have
+    consumed another number of samples.
     """
-    config, model = run.config.checkpoint, run.config.model
+    model = run.config.model
     whole = replace(model, num_experts=None) if source.upcycling else model
     manifest = agreed(run.mesh, "", open_megatron, folder, whole, run.model.vocab_size)
     resumes = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
-    states = optimizer_states(run.optimizer) if resumes and not config.no_load_optim else {}
-    pieces = all_pieces(run, states)[0]
+    with_states = resumes and not run.config.checkpoint.no_load_optim
+    pieces = all_pieces(run, optimizer_states(run.optimizer) if with_states else {})
     pieces = dense_pieces(pieces) if source.upcycling else pieces
     warn_once(run, load_megatron(folder, manifest, pieces, run.mesh))
-    log_notes(run, divide_outputs(run.model.parameters(), model) if source.upcycling else [])
-    if resumes:
-        iteration, samples = megatron_progress(folder)
-        run.progress.iteration = iteration
-        consumed = run.progress.consumed_samples if samples is None else samples
-        restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
-    if states:
-        done = {"good_steps": run.progress.iteration}
-        load_optimizer_scalars(run.optimizer, optimizer_scalars(run.optimizer) | done)
-    elif run.optimizer:
-        reset_main(run.optimizer)
-    step = f", step {run.progress.iteration}" if resumes else ", its weights"
-    run.log.line(f"loaded  {folder} of Megatron-LM{step}{', each expert as the MLP' * source.upcycling}")
+    if not resumes:
+        return f"loaded  {folder} of Megatron-LM, its weights", False
+    iteration, samples = megatron_progress(folder)
+    run.progress.iteration = iteration
+    consumed = run.progress.consumed_samples if samples is None else samples
+    restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
+    if with_states:
+        numbers = optimizer_scalars(run.optimizer) | {"good_steps": iteration}
+        load_optimizer_scalars(run.optimizer, numbers)
+    return f"loaded  {folder} of Megatron-LM, step {iteration}", with_states
 
 
 def keep_source(run: Training, root: str) -> None:
