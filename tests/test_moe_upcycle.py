@@ -163,12 +163,13 @@ def test_what_cannot_be_upcycled_is_said(dense, sources, tmp_path):
     wide = failure(sources, "llama", f"{EXPERTS} --ffn-hidden-size 64 --load {load} {own}", tmp_path)
     assert "--ffn-hidden-size 64: saved with 48" in wide
     plain = failure(sources, "llama", f"--num-experts 4 --load {load} --finetune {own}", tmp_path)
-    assert "it has no experts: --moe-use-upcycling makes them of its MLPs" in plain
+    assert "--num-experts 4: saved with None; --moe-use-upcycling makes experts" in plain
     (tmp_path / "run").mkdir()
     upcycled(sources, load, "llama", "one", "", tmp_path / "run", 1)
     sparse = f"--load {tmp_path}/run/save"
-    assert "it has experts" in failure(sources, "llama", f"{EXPERTS} {sparse} {own}", tmp_path)
-    assert "it has experts" in failure(sources, "llama", f"{sparse} --finetune {own}", tmp_path)
+    for flags in (EXPERTS, "--finetune"):
+        said = failure(sources, "llama", f"{flags} {sparse} {own}", tmp_path)
+        assert "--num-experts None: saved with 4" in said
 
 
 def test_which_tensor_of_the_dense_model():

@@ -44,8 +44,10 @@ from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Part
 
-EXPERTS, OF_OPTIMIZER = ".mlp.experts.", ("main/", "exp_avg/", "exp_avg_sq/")
-NO_STATES = "saved without optimizer states (--no-save-optim)"
+NO_STATES = (
+    "saved without optimizer states (--no-save-optim); resume with --no-load-optim, or begin at step 0 "
+    "with --finetune in a new run"
+)
 
 
 class SaveError(Exception):
@@ -227,14 +229,7 @@ def load(
         notes = [*notes, f"{found} has no {min(new)} of this shape: {len(new)} such start from zero"]
         pieces = [piece for piece in pieces if piece.key not in new]
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
-    _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
-    if errors == [NO_STATES]:
-        raise CheckpointError(
-            f"{found}: {NO_STATES}; resume with --load {root} --no-load-optim, or begin at step 0 "
-            "in a new run with --finetune"
-        )
-    if errors:
-        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
+    agreed(mesh, f"{found} does not fit this model:", _check_wanted, manifest, pieces, cast)
     agreed(mesh, f"{found} cannot be read:", formats.fill, found, manifest, pieces + main)
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
@@ -272,12 +267,9 @@ def _newest_intact(
                 f"{found[0][0] - iteration} iterations are lost"
             )
             return path, manifest, [note] if bad else []
-        if any(error.endswith(OTHER_VERSION) for error in errors):
-            raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
+        if path.is_symlink() or any(error.endswith(OTHER_VERSION) for error in errors):
+            raise CheckpointError("\n  ".join([f"{path} cannot be read, and nothing in its place:", *errors]))
         bad += errors
-        if path.is_symlink():
-            what = f"{path}, a symbolic link, leads to a checkpoint that is damaged"
-            raise CheckpointError("\n  ".join([f"{what}; restore it, or remove the link:", *errors]))
     if bad:
         raise CheckpointError(
             f"no usable checkpoint in {root}: give another --load or --run-name, or remove the folder; tried"
@@ -309,24 +301,19 @@ def _verified(path: Path, iteration: int, world: Axis, integrity: bool) -> Manif
 
 def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
     """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
-    errors, has_states = [], any(key.startswith(OF_OPTIMIZER) for key in manifest.tensors)
+    errors = []
+    kinds = {key.partition("/")[0] for key in manifest.tensors}
+    if "exp_avg" not in kinds and any(piece.key.startswith("exp_avg/") for piece in pieces):
+        raise CheckpointError(NO_STATES)
     for piece in pieces:
         saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
-        if saved is None and piece.key.startswith(OF_OPTIMIZER) and not has_states:
-            errors += [NO_STATES] * (NO_STATES not in errors)
-        elif saved is None:
+        if saved is None:
             errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
         elif saved.shape != piece.shape:
             errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")
         elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
             hint = "keep the type it was trained in, or --no-load-optim"
             errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
-    has_experts = any(EXPERTS in key for key in manifest.tensors)
-    if errors and has_experts != any(EXPERTS in piece.key for piece in pieces):
-        hint = "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name"
-        if has_experts:
-            hint = "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
-        errors.insert(0, hint)
     if errors:
         raise CheckpointError("\n".join(errors))
 
@@ -378,7 +365,7 @@ def agreed(mesh: Mesh, title: str, work: Callable | None, *args: Any) -> Any:
     """Return the result of `on_all_ranks`. Raises CheckpointError on all, under a title, if a rank fails."""
     result, errors = on_all_ranks(mesh, work, *args)
     if errors:
-        raise CheckpointError("\n  ".join(filter(None, [title, *errors])))
+        raise CheckpointError("\n  ".join(filter(None, [title, *some(errors)])))
     return result
 
 

@@ -128,8 +128,11 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
     """Return lines for settings that make another function of saved weights: errors, and notes."""
     old, new = saved.model, config.model
     new = replace(new, num_experts=None) if source.upcycling else new
-    if old.num_layers is None or bool(old.num_experts) != bool(new.num_experts):
-        return [], []  # only one has experts: the tensors say so, and what to do
+    if old.num_layers is None:
+        return [], []
+    if bool(old.num_experts) != bool(new.num_experts):
+        fix = "--moe-use-upcycling makes experts of a dense model's MLPs, in a new --run-name"
+        return [f"--num-experts {new.num_experts}: saved with {old.num_experts}; {fix}"], []
     before, now, found = effective(old), effective(new), ([], [])
     if new.position_embedding_type != "learned_absolute":
         del now["max_position_embeddings"]
