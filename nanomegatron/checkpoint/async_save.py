@@ -36,7 +36,7 @@ from nanomegatron.checkpoint.folder import Retention, make_folder
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
-    describe_piece,
+    describe_error,
     rank_file,
     to_json,
 )
@@ -230,7 +230,7 @@ class AsyncSaver:
             code = self.process.returncode
             error = error or f"the writer process of rank {self.mesh.world.rank} ended (exit code {code})"
         except Exception as caught:
-            error = describe_piece(caught)
+            error = describe_error(caught)
         for stage in stages:
             if not stage.done():
                 stage.set_exception(CheckpointError(error))

@@ -1,7 +1,7 @@
 """Files written and checked in blocks, by several threads: SHA-256 of a file, CRC-32 of each of its blocks.
 
     writing     chunks in order -> blocks of 16 MiB     threads: CRC-32 of a block, pwrite at its place
-                                                        one thread: SHA-256, block by block in order
+                                                        meanwhile SHA-256, block by block in order
     checking    threads: read a block, compare its CRC-32          SHA-256 on request, a thread a file
 
 Tensor formats do not detect a flipped bit, hence the checksums. A CRC-32 (zlib.crc32, several times as fast
@@ -16,9 +16,8 @@ import os
 import stat
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,25 +51,19 @@ def write_text(path: Path, text: str) -> None:
 
 def write_blocks(path: Path, chunks: Iterable[Bytes], threads: int) -> SavedFile:
     """Write the chunks, one after another, to a new file, synced to disk; returns its size and checksums."""
-    digest, crcs, size = hashlib.sha256(), [], 0
-    under_work: deque = deque()
-
-    def finish(left: int) -> None:
-        while len(under_work) > left:
-            crc, hashed = under_work.popleft()
-            crcs.append(crc.result())
-            hashed.result()
-
+    digest = hashlib.sha256()
+    size = 0
+    crcs: list[Future] = []
     with open(path, "xb") as file:
-        with ThreadPoolExecutor(threads) as writers, ThreadPoolExecutor(1) as hasher:
+        with ThreadPoolExecutor(threads) as writers:
             for block in blocks_of(chunks):
-                crc = writers.submit(_write_at, file.fileno(), block, size)
-                under_work.append((crc, hasher.submit(digest.update, block)))
+                crcs.append(writers.submit(_write_at, file.fileno(), block, size))
+                digest.update(block)
                 size += len(block)
-                finish(2 * threads)
-            finish(0)
+                if len(crcs) > 2 * threads:
+                    crcs[-2 * threads].result()  # no more blocks than these are in memory
         sync(file)
-    return SavedFile(size, digest.hexdigest(), tuple(crcs))
+    return SavedFile(size, digest.hexdigest(), tuple(crc.result() for crc in crcs))
 
 
 def blocks_of(chunks: Iterable[Bytes]) -> Iterator[Bytes]:

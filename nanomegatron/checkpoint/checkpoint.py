@@ -34,7 +34,7 @@ from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     Rectangle,
-    describe_piece,
+    describe_error,
     rectangles,
 )
 from nanomegatron.checkpoint.strictness import fit, some
@@ -356,7 +356,7 @@ def on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, li
     try:
         result = work(*args) if work else None
     except Exception as caught:  # any error: the other ranks wait for it
-        error = describe_piece(caught)
+        error = describe_error(caught)
     lines = [line for text in all_gather_text(error, mesh.world, mesh.device) for line in text.splitlines()]
     return result, list(dict.fromkeys(lines))
 

@@ -20,7 +20,6 @@ huggingface.co/docs/safetensors)
 
 import itertools
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from nanomegatron.checkpoint.manifest import (
     to_json,
 )
 
-WRITE_THREADS = 4  # a rank, besides one for SHA-256, which takes longest
+WRITE_THREADS = 4  # a rank, besides that for SHA-256, which takes longest
 DTYPES = {  # safetensors' names
     torch.float64: "F64",
     torch.float32: "F32",
@@ -206,13 +205,7 @@ def shard_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callab
 def stored(saved: SavedTensor, offset: Sequence, shape: Sequence) -> Iterator[tuple[int, Rectangle]]:
     """Yield (rank, rectangle) of the entries of a tensor that may overlap with a slice of it."""
     for box, ranges in saved.boxes.items():
-        found = overlap(*box, offset, shape)
-        if found is None:
-            continue
-        first = last = 0  # of the overlap's elements, in the flattened box
-        for (begin, end), o, n in zip(found, *box):
-            first, last = first * n + begin - o, last * n + end - 1 - o
-        at = bisect_right(ranges, first, key=lambda r: r.begin) - 1
-        for begin, end, rank in ranges[max(at, 0) : bisect_right(ranges, last, key=lambda r: r.begin)]:
-            for corner, size in rectangles(box.shape, begin, end):
-                yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), size)
+        if overlap(*box, offset, shape) is not None:
+            for begin, end, rank in ranges:
+                for corner, size in rectangles(box.shape, begin, end):
+                    yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), size)

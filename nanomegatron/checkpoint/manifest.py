@@ -50,7 +50,7 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used; the text says which file or tensor, and why."""
 
 
-def describe_piece(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error in one line."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
@@ -274,7 +274,7 @@ def parse_manifest(text: bytes) -> Manifest:
         format = _format(entry.get("format", {}))
         return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files, format)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(describe_piece(error)) from None
+        raise CheckpointError(describe_error(error)) from None
 
 
 def _format(entry: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanomegatron.checkpoint.blocks import write_blocks, write_text
 from nanomegatron.checkpoint.folder import Retention, index_path, prune, publish_folder
-from nanomegatron.checkpoint.manifest import describe_piece, parse_manifest, to_json
+from nanomegatron.checkpoint.manifest import describe_error, parse_manifest, to_json
 
 POLL = 0.05  # seconds between two looks for the other ranks' parts
 NICENESS = 5
@@ -36,7 +36,7 @@ def run(descriptor: int, size: int) -> None:
         if job["rank"] == 0:
             print(json.dumps(publish_all(job)), flush=True)
     except Exception as error:  # the rank decides what follows
-        sys.exit(describe_piece(error))
+        sys.exit(describe_error(error))
 
 
 def _end_with_the_rank() -> None:
