@@ -280,10 +280,10 @@ KILLS = {  # where, in which call; what is saved; what is the newest then
     "mid-shard": (FILES + "host_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
     "before the manifest": (FOLDER + "write_manifest", 1, 30, 20),
-    "before the manifest's hash": ("os.fsync", 3, 30, 20),
+    "before the manifest's hash": ("os.fsync", 4, 30, 20),
     "before rename": ("os.rename", 1, 30, 20),
     "before the root's fsync": (FOLDER + "sync_folder", 2, 30, 30),
-    "at latest": ("os.replace", 1, 30, 30),
+    "at latest": ("os.replace", 2, 30, 30),
     "when replacing, between the renames": ("os.rename", 2, 20, 20),
     "when replacing, before the old one goes": ("shutil.rmtree", 1, 20, 20),
 }
@@ -354,7 +354,7 @@ CODES = [
 @pytest.mark.parametrize("code", CODES)
 def test_every_failing_fsync_is_an_error(root, monkeypatch, code):
     fsync = os.fsync
-    for failing in range(1, 5):
+    for failing in range(1, 6):
         calls = itertools.count(1)
 
         def failing_fsync(descriptor, calls=calls, failing=failing):

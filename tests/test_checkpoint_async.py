@@ -179,7 +179,7 @@ def at(owner, name, call):
 import shutil
 """
 KILLS = {  # where, in which call; what is saved; what is the newest then
-    "before the shard": ("writer, 'write_blocks', 1", 30, 20),
+    "before the shard": ("writer, 'write_rank', 1", 30, 20),
     "mid-shard": ("blocks, '_write_at', 1", 30, 20),
     "before a shard's fsync": ("os, 'fsync', 1", 30, 20),
     "before its part of the manifest": ("os, 'replace', 1", 30, 20),

@@ -89,16 +89,16 @@ def test_torch_is_for_the_same_layout(tmp_path):
 # Failures while saving, and removing.
 
 
-@pytest.mark.parametrize("format, fsyncs", [("torch_dist", 8), ("torch", 7)])
+@pytest.mark.parametrize("format, fsyncs", [("torch_dist", 9), ("torch", 8)])
 def test_every_failing_fsync_ends_a_save(tmp_path, monkeypatch, format, fsyncs):
-    """Of a rank's file, `.metadata`, the manifest, its hash and folders: what was published before stays."""
+    """Of files, `.metadata`, the manifest's parts, it and its hash, folders: what was published stays."""
     save(tmp_path, 10, cuts(10), {"consumed_samples": 40}, "step = 10\n", ALONE, format=format)
     fsync, calls = os.fsync, itertools.count(1)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (next(calls), fsync(descriptor))[1])
     save(tmp_path, 11, cuts(11), {}, "", ALONE, format=format)
     assert next(calls) == fsyncs + 1
     shutil.rmtree(tmp_path / "iter_0000011")
-    for failing in range(1, 5 + (format == "torch_dist")):
+    for failing in range(1, 6 + (format == "torch_dist")):
         calls = itertools.count(1)
 
         def failing_fsync(descriptor, calls=calls, failing=failing):

@@ -31,13 +31,12 @@ from typing import Any
 import torch
 
 from nanomegatron.checkpoint.checkpoint import Attempt, bytes_needed, on_all_ranks, owned_pieces
-from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard, in_file_order
+from nanomegatron.checkpoint.files import Piece, describe_shard, in_file_order
 from nanomegatron.checkpoint.folder import Retention, make_folder
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     describe_error,
-    rank_file,
     to_json,
 )
 from nanomegatron.mesh import Mesh
@@ -174,9 +173,8 @@ class AsyncSaver:
         self.job |= dict(
             rank=rank,
             ranks=self.mesh.world.size,
-            threads=WRITE_THREADS,
             bytes=sum(piece.data.nbytes for piece in owned),
-            path=str(self.attempt.temporary / rank_file("sharded", rank)),
+            folder=str(self.attempt.temporary),
             header=header.decode("latin-1"),
             part=to_json(Manifest(0, {}, "", tensors, {})),
         )

@@ -24,6 +24,7 @@ from typing import BinaryIO
 from nanomegatron.checkpoint.manifest import CRC_BLOCK, CheckpointError, SavedFile
 from nanomegatron.config.durable import sync
 
+WRITE_THREADS = 4  # a rank, besides that for SHA-256, which takes longest
 Bytes = bytes | memoryview
 
 

@@ -122,11 +122,11 @@ def save(
     mesh: Mesh,
     keep: Retention = KEEP_ALL,
     format: str = "sharded",
-) -> list[str]:
+) -> list[str] | None:
     """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
 
     Rank 0's `state` (JSON) and `config` (TOML) are saved; formats.py lists the formats. Then removes what
-    `keep` says -> notes for the user on what could not be removed. Raises SaveError on all ranks.
+    `keep` says -> on rank 0 notes for the user on what could not be removed. Raises SaveError on all ranks.
     """
     first = mesh.world.rank == 0
     owned = owned_pieces(pieces)
@@ -139,9 +139,8 @@ def save(
         entry["layout"] = formats.layout_words(mesh)
     if format == "torch_dist":
         entry |= attempt.stage(write_metadata if first else None, temporary, mesh.world.size) or {}
-    contents = iteration, state, config, keep.persistent, entry
-    attempt.stage(folder.publish_folder if first else None, temporary, mesh.world.size, *contents)
-    return folder.prune(attempt.root, iteration, keep) if first else []
+    contents = iteration, state, config, keep, entry
+    return attempt.stage(folder.publish_folder if first else None, temporary, mesh.world.size, *contents)
 
 
 @dataclass(frozen=True)
@@ -243,11 +242,10 @@ def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> list | 
 
 
 def _first_state(root: Path, step: int | None) -> tuple[dict[str, Any], str] | None:
-    for iteration, path in folders(root).items():
-        if step in (None, iteration):
-            with contextlib.suppress(CheckpointError):
-                manifest = formats.open_checkpoint(path)
-                return manifest.state, manifest.config
+    for _, name in _to_try(root, step):
+        with contextlib.suppress(CheckpointError):
+            manifest = formats.open_checkpoint(root / name)
+            return manifest.state, manifest.config
     return None
 
 

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanomegatron.checkpoint.blocks import Bytes, write_blocks
-from nanomegatron.checkpoint.folder import index_path
+from nanomegatron.checkpoint.folder import write_rank
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -40,10 +39,8 @@ from nanomegatron.checkpoint.manifest import (
     entry_name,
     rank_file,
     rectangles,
-    to_json,
 )
 
-WRITE_THREADS = 4  # a rank, besides that for SHA-256, which takes longest
 DTYPES = {  # safetensors' names
     torch.float64: "F64",
     torch.float32: "F32",
@@ -109,14 +106,6 @@ def write_shard(
     header, tensors = describe_shard(pieces, rank)
     elements = (host_bytes(x) for piece in pieces for x in slices(piece))
     write_rank(folder, rank, itertools.chain((header,), elements), tensors, {})
-
-
-def write_rank(
-    folder: Path, rank: int, chunks: Iterable[Bytes], tensors: dict[str, SavedTensor], format: dict[str, Any]
-) -> None:
-    """Write a rank's file, synced to disk, and its part of the manifest. format: of Manifest."""
-    saved = write_blocks(folder / rank_file(format.get("name", "sharded"), rank), chunks, WRITE_THREADS)
-    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved}, format)))
 
 
 def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:

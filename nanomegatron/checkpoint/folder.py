@@ -22,13 +22,15 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomegatron.checkpoint.blocks import open_file, write_text
+from nanomegatron.checkpoint.blocks import WRITE_THREADS, Bytes, open_file, write_blocks, write_text
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
+    SavedTensor,
     check_manifest,
     merge,
     parse_manifest,
@@ -90,22 +92,32 @@ def free_bytes(folder: Path) -> int:
     return 0
 
 
+def write_rank(
+    folder: Path, rank: int, chunks: Iterable[Bytes], tensors: dict[str, SavedTensor], format: dict
+) -> None:
+    """Write a rank's file, synced to disk, then its part of the manifest at once. format: of Manifest."""
+    saved = write_blocks(folder / rank_file(format.get("name", "sharded"), rank), chunks, WRITE_THREADS)
+    index = index_path(folder, rank)
+    write_text(index.with_suffix(".tmp"), to_json(Manifest(0, {}, "", tensors, {rank: saved}, format)))
+    os.replace(index.with_suffix(".tmp"), index)
+
+
 def publish_folder(
     temporary: Path,
     ranks: int,
     iteration: int,
     state: dict,
     config: str,
-    persistent: bool = True,
+    keep: Retention = KEEP_ALL,
     format: dict | None = None,
-) -> None:
-    """Merge the ranks' parts of the manifest, then give the folder its final name. format: of Manifest.
+) -> list[str]:
+    """Merge the ranks' parts of the manifest, give the folder its final name, and `prune` -> notes
 
-    Raises CheckpointError if a symbolic link has this name.
+    format: of Manifest. Raises CheckpointError if a symbolic link has this name.
     """
     indices = [index_path(temporary, rank) for rank in range(ranks)]
     write_manifest(temporary, Manifest(iteration, state, config, *merge(indices), format or {}))
-    if not persistent:
+    if not keep.persistent:
         write_text(temporary / NON_PERSISTENT, "removed when the next checkpoint of this kind is saved\n")
     for index in indices:
         index.unlink()
@@ -124,6 +136,7 @@ def publish_folder(
     write_text(hint, f"{iteration}\n")
     os.replace(hint, root / LATEST)
     sync_folder(root)
+    return prune(root, iteration, keep)
 
 
 def index_path(temporary: Path, rank: int) -> Path:

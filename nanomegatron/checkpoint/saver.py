@@ -90,8 +90,8 @@ class Saver:
                 time.sleep(PAUSE)
         return False
 
-    def _done(self, notes: list[str]) -> None:
-        """The save is published, as all ranks know."""
+    def _done(self, notes: list[str] | None) -> None:
+        """The save is published, as all ranks know. notes: on rank 0."""
         self.in_flight = False
         self.saved = self.iteration
         if self.mesh.world.rank == 0:

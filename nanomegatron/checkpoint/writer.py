@@ -14,27 +14,27 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
-from nanomegatron.checkpoint.blocks import write_blocks, write_text
-from nanomegatron.checkpoint.folder import Retention, index_path, prune, publish_folder
-from nanomegatron.checkpoint.manifest import describe_error, parse_manifest, to_json
+from nanomegatron.checkpoint.folder import Retention, index_path, publish_folder, write_rank
+from nanomegatron.checkpoint.manifest import describe_error, parse_manifest
 
 POLL = 0.05  # seconds between two looks for the other ranks' parts
 NICENESS = 5
 
 
 def run(descriptor: int, size: int) -> None:
-    """Do the job, or exit with the error as text. descriptor: of the memory shared with the rank."""
+    """Write the rank's file, or exit with the error as text. descriptor: of the memory that is shared."""
     os.nice(NICENESS)
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_rank, daemon=True).start()
+    folder = Path(job["folder"])
     try:
-        write_part(job, memoryview(mmap.mmap(descriptor, size)))
+        chunks = [job["header"].encode("latin-1"), memoryview(mmap.mmap(descriptor, size))[: job["bytes"]]]
+        write_rank(folder, job["rank"], chunks, parse_manifest(job["part"].encode()).tensors, {})
         print("[]", flush=True)
         if job["rank"] == 0:
-            print(json.dumps(publish_all(job)), flush=True)
+            print(json.dumps(publish_all(folder, job)), flush=True)
     except Exception as error:  # the rank decides what follows
         sys.exit(describe_error(error))
 
@@ -44,23 +44,10 @@ def _end_with_the_rank() -> None:
     os._exit(1)
 
 
-def write_part(job: dict, buffer: memoryview) -> None:
-    """Write the rank's file from the buffer, then its part of the manifest."""
-    path = Path(job["path"])
-    saved = write_blocks(path, [job["header"].encode("latin-1"), buffer[: job["bytes"]]], job["threads"])
-    part = replace(parse_manifest(job["part"].encode()), files={job["rank"]: saved})
-    index = index_path(path.parent, job["rank"])
-    write_text(index.with_suffix(".tmp"), to_json(part))
-    os.replace(index.with_suffix(".tmp"), index)
-
-
-def publish_all(job: dict) -> list[str]:
-    """Publish the folder once all parts are there, and prune -> notes on what could not be removed"""
-    temporary = Path(job["path"]).parent
-    ranks = job["ranks"]
-    keep = Retention(*job["keep"])
-    wanted = {index_path(temporary, rank).name for rank in range(ranks)}
-    while not wanted <= set(os.listdir(temporary)):
+def publish_all(folder: Path, job: dict) -> list[str]:
+    """Publish the folder once the parts of all ranks are there -> notes for the user"""
+    wanted = {index_path(folder, rank).name for rank in range(job["ranks"])}
+    while not wanted <= set(os.listdir(folder)):
         time.sleep(POLL)
-    publish_folder(temporary, ranks, job["iteration"], job["state"], job["config"], keep.persistent)
-    return prune(temporary.parent, job["iteration"], keep)
+    keep = Retention(*job["keep"])
+    return publish_folder(folder, job["ranks"], job["iteration"], job["state"], job["config"], keep)
