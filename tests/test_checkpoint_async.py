@@ -276,12 +276,12 @@ def steps_with_a_failure(mesh: Mesh, root: Path, how: str, retries: int) -> tupl
     save_step(found, 10)
     heal(found.writer)
     noticed = None
-    flags: list[list[bool]] = []
+    flags: list[dict[str, bool]] = []
     for step in range(11, 20):
-        now = found.flags()
-        flags.append([any_rank(now[name] > 0, mesh.world, mesh.device) for name in now])
+        now = found.before_sync()
+        flags.append({name: any_rank(now[name] > 0, mesh.world, mesh.device) for name in now})
         try:
-            found.poll(*flags[max(0, len(flags) - 2)])  # reported one step late
+            found.after_step(SimpleNamespace(numbers=flags[max(0, len(flags) - 2)]))  # one step late
         except SaveError:
             return [*warnings, "ended"], step
         noticed = noticed or (step if warnings else None)
@@ -291,7 +291,7 @@ def steps_with_a_failure(mesh: Mesh, root: Path, how: str, retries: int) -> tupl
     found.close()
     expected = [20] if retries == 0 else [10, 20]
     assert published == (expected if mesh.world.rank == 0 else []) and found.saved == 20
-    return warnings, noticed - 11 - [failed for failed, _ in flags].index(True)
+    return warnings, noticed - 11 - [found["save_failed"] for found in flags].index(True)
 
 
 @pytest.mark.parametrize("how, retries", [("warn", 0), ("warn", 1), ("exit", 1)])

@@ -55,14 +55,14 @@ from nanomegatron.data.identity import data_changes
 from nanomegatron.faults.alive import why_dead
 from nanomegatron.faults.health import BadSteps, Health
 from nanomegatron.faults.signals import Signals
-from nanomegatron.report.steps import Reporter, StepReport
-from nanomegatron.step import Numbers, Observer, Training, due
+from nanomegatron.report.steps import Reporter
+from nanomegatron.step import Observer, Training, due
 
 FP8 = "fp8/"  # begins the keys of FP8 scales
 
 
 class Checkpoints(Observer):
-    """Saves a training when it is due, and sees to it that a save that is in flight goes well."""
+    """Saves a training when it is due. It adds its `saver` to the observers, which sees a save through."""
 
     def __init__(self, run: Training, reporter: Reporter, health: Health, signals: Signals) -> None:
         """Removes what a killed run has left."""
@@ -77,21 +77,12 @@ class Checkpoints(Observer):
                 remove_leftovers(Path(self.config.save))
         warn = run.log.warn if main else run.log.line
         self.saver = Saver(self.config, run.mesh, self.pieces(), warn, self.published)
+        run.observers.append(self.saver)
 
     def published(self, iteration: int) -> None:
         """Log a checkpoint that is there."""
         self.run.log.line(f"saved   {self.config.save}, step {iteration}")
         self.run.log.status("running", iteration=iteration, checkpoint=self.config.save)
-
-    def before_sync(self) -> Numbers:
-        return self.saver.flags()
-
-    def before_update(self) -> Numbers:
-        self.saver.wait_copies()  # from here on the states change
-        return {}
-
-    def after_step(self, step: StepReport) -> None:
-        self.saver.poll(step.numbers["save_failed"] > 0, step.numbers["save_published"] > 0)
 
     def save_if_due(self) -> None:
         """Save, or begin to, if an interval says so; the last iteration is left to `save_last`."""

@@ -18,14 +18,16 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import Retention
 from nanomegatron.config.settings import CheckpointConfig
 from nanomegatron.mesh import Mesh
+from nanomegatron.step import Numbers, Observer
 
 PAUSE = 0.5  # seconds before a save is tried again
 
 
-class Saver:
-    """Saves the checkpoints of a run. warn: logs a text; published: is called on rank 0 with an iteration.
+class Saver(Observer):
+    """Saves the checkpoints of a run, and sees to it that a save in flight goes well.
 
-    pieces: those of a checkpoint of this run.
+    pieces: those of a checkpoint of this run. warn: logs a text. published: is called on rank 0 with an
+    iteration that is saved.
     """
 
     def __init__(
@@ -99,26 +101,24 @@ class Saver:
             for note in notes:
                 self.warn(note)
 
-    def flags(self) -> dict[str, float]:
-        """What this rank knows of the save in flight; the next step sums it over the ranks, for `poll`."""
+    def before_sync(self) -> Numbers:
+        """What this rank knows of the save in flight."""
         failed = self.in_flight and self.writer.failed
         published = self.in_flight and self.mesh.world.rank == 0 and self.writer.published.done()
         return {"save_failed": float(failed), "save_published": float(published)}
 
-    def poll(self, failed: bool, published: bool) -> None:
-        """Look at the save in flight, after each step. All ranks call this. Raises SaveError.
-
-        failed, published: what `flags` of any rank were in the reported step.
-        """
-        if failed:
-            self.finish()
-        elif published and self.in_flight:
-            self._done(self.writer.published.result())
-
-    def wait_copies(self) -> None:
-        """Call before the states change: the step's stream waits until a snapshot is copied."""
+    def before_update(self) -> Numbers:
+        """From here on the states change: the step's stream waits until a snapshot is copied."""
         if self.in_flight:
             self.writer.wait_copies()
+        return {}
+
+    def after_step(self, step: Any) -> None:
+        """End a save that any rank says has failed, or is published. Raises SaveError."""
+        if step.numbers["save_failed"]:
+            self.finish()
+        elif step.numbers["save_published"] and self.in_flight:
+            self._done(self.writer.published.result())
 
     def finish(self, last: bool = False) -> None:
         """Wait until the save in flight, if any, is published. All ranks call this. last: as in `save`."""
