@@ -71,7 +71,7 @@ def expect_newest(root: Path, step: int) -> list[str]:
     pieces = cuts(None)
     loaded = load(root, pieces, ALONE)
     assert (loaded.iteration, loaded.state) == (step, {"consumed_samples": 4 * step})
-    assert loaded.config_toml == f"step = {step}\n"
+    assert loaded.config == f"step = {step}\n"
     expect(pieces, step)
     return loaded.notes
 
@@ -166,7 +166,7 @@ def expect_kept(root: Path, step: int) -> list[str]:
     pieces = [Piece(k, s, (0,) * len(s), torch.zeros(s, dtype=kept(k).dtype)) for k, s in KEPT.items()]
     loaded = load(root, pieces, ALONE)
     assert (loaded.iteration, loaded.state) == (step, {"consumed_samples": 4 * step})
-    assert loaded.config_toml == f"step = {step}\n"
+    assert loaded.config == f"step = {step}\n"
     for piece in pieces:
         assert torch.equal(piece.data, kept(piece.key) + (20 - step)), piece.key
     return loaded.notes

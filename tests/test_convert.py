@@ -75,7 +75,7 @@ def test_round_trip_of_shards_in_bf16(tmp_path, name):
     save_theirs(model, tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     assert run(tmp_path / "theirs", tmp_path / "ours") == 0
-    config = from_toml(load(tmp_path / "ours", [], ALONE).config_toml)
+    config = from_toml(load(tmp_path / "ours", [], ALONE).config)
     assert (
         config.dtype_name == "bfloat16"
         and config.model == build_config(read_folder(tmp_path / "theirs")[1]).model

@@ -66,7 +66,7 @@ def test_types_of_weights(tmp_path, name):
     model = hugging_face(name)
     save_theirs(model, tmp_path / "theirs")
     assert run(tmp_path / "theirs", tmp_path / "ours", "nanomegatron", "--dtype", "bf16", "--verify") == 0
-    assert from_toml(load(tmp_path / "ours", [], ALONE).config_toml).dtype_name == "bfloat16"
+    assert from_toml(load(tmp_path / "ours", [], ALONE).config).dtype_name == "bfloat16"
     assert run(tmp_path / "ours", tmp_path / "again", "hf", "--verify") == 0
     assert run(tmp_path / "ours", tmp_path / "wide", "hf", "--dtype", "fp32") == 0
     old, new, wide = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "again", "wide"))

@@ -193,7 +193,7 @@ def run(source: Path, target: Path, to: str = "nanomegatron") -> None:
 def forget(source: Path, target: Path, **precision) -> None:
     """The checkpoint again without what it kept of the folder, as a model that was trained here."""
     found = load(source, [], ALONE)
-    config = from_toml(found.config_toml)
+    config = from_toml(found.config)
     config = replace(config, precision=replace(config.precision, **precision))
     tensors = {k: t for k, t in weights(source / "iter_0000000").items() if k.startswith("model/")}
     pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()]

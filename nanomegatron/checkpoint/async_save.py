@@ -103,11 +103,10 @@ class HostBuffer:
 
     def views(self, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """A place for each piece's elements, one after another as in the file -> `[...]`, in its shape"""
-        data, end, found = self.ready.result(), 0, []
-        for piece in pieces:
-            begin, end = end, end + piece.data.nbytes
-            found.append(data[begin:end].view(piece.data.dtype).view(piece.data.shape))
-        return found
+        tensors = [piece.data for piece in pieces]
+        sizes = [x.nbytes for x in tensors]
+        places = self.ready.result()[: sum(sizes)].split(sizes)
+        return [place.view(x.dtype).view(x.shape) for place, x in zip(places, tensors, strict=True)]
 
     def parts(self, view: torch.Tensor) -> list[int]:
         """The numbers of elements of a view `[...]` in each part that is page-locked by itself."""

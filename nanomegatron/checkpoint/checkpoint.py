@@ -54,16 +54,6 @@ class SaveError(Exception):
     """A checkpoint was not written; earlier ones are unchanged."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The contents of a checkpoint besides tensors; `notes` are for the user."""
-
-    iteration: int
-    state: dict[str, Any]
-    config_toml: str
-    notes: list[str]
-
-
 def offset_of(part: Part) -> tuple[int, ...]:
     """Where a part's slice begins in the global tensor."""
     return tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
@@ -202,8 +192,8 @@ def load(
     cast: bool = False,
     integrity: bool = False,
     strictness: str = "assume_ok_unexpected",
-) -> Loaded | None:
-    """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint.
+) -> Manifest | None:
+    """Fill the pieces from the newest intact checkpoint in root -> its manifest, with notes; None without one
 
     Every rank calls this with its own pieces, for any layout of the saving run; of `mesh` only `world` and
     `device` are used. All files are checked first, each by one rank: sizes and CRC-32s, with `integrity` also
@@ -230,7 +220,7 @@ def load(
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     agreed(mesh, f"{found} does not fit this model:", _check_wanted, manifest, pieces, cast)
     agreed(mesh, f"{found} cannot be read:", formats.fill, found, manifest, pieces + main)
-    return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
+    return replace(manifest, notes=notes + more)
 
 
 def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> list | None:

@@ -149,7 +149,7 @@ def open_ours(root: Path, step: int | None) -> SourceModel:
     folder = root / f"iter_{loaded.iteration:07d}"
     folder = folder if folder.exists() else folder.with_suffix(".old")
     streams = streams_of(folder, open_checkpoint(folder))
-    config = from_toml(loaded.config_toml)
+    config = from_toml(loaded.config)
     if f"model/{WORD_EMBEDDINGS}" not in streams:
         raise CheckpointError(f"{folder}: model/{WORD_EMBEDDINGS} is missing")
     return SourceModel(root, config, streams, loaded.state, loaded.iteration, notes=loaded.notes)

@@ -20,7 +20,7 @@ huggingface.co/docs/safetensors)
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,26 +118,33 @@ def describe_shard(pieces: Iterable[Piece], rank: int) -> tuple[bytes, dict[str,
 
     pieces: in file order. Raises CheckpointError if two are the same rectangle.
     """
-    header: dict[str, Any] = {}
+    entries: dict[str, torch.Tensor] = {}
     tensors: dict[str, SavedTensor] = {}
-    end = 0
     for piece in pieces:
-        shape, dtype = tuple(piece.data.shape), DTYPES[piece.data.dtype]
         name = piece.entry
-        if name in header:
+        if name in entries:
             raise CheckpointError(f"{name} is given twice, and would overlap")
-        saved = tensors.setdefault(piece.key, SavedTensor(dtype, piece.shape, {}))
-        box, *ends = piece.range or (Rectangle(piece.offset, shape), 0, piece.data.numel())
+        entries[name] = piece.data
+        saved = tensors.setdefault(piece.key, SavedTensor(DTYPES[piece.data.dtype], piece.shape, {}))
+        whole = Rectangle(piece.offset, tuple(piece.data.shape))
+        box, *ends = piece.range or (whole, 0, piece.data.numel())
         ranges = saved.boxes.setdefault(box, [])
         if (*ends, rank) not in ranges:
             ranges.append(Range(*ends, rank))
-        begin, end = end, end + piece.data.nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    return header_bytes(header), tensors
+    return header_bytes(entries, {}), tensors
 
 
-def header_bytes(header: dict[str, Any]) -> bytes:
-    """Return what is before the elements of a safetensors file: the length of a table, and the table."""
+def header_bytes(tensors: Mapping[str, Any], metadata: dict[str, Any]) -> bytes:
+    """Return what is before the elements of a safetensors file: the length of a table, and the table.
+
+    tensors: in their order, with dtype, shape and nbytes.
+    """
+    header = dict(metadata)
+    end = 0
+    for name, x in tensors.items():
+        offsets = (end, end + x.nbytes)
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
+        end += x.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

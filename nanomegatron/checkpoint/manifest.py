@@ -98,6 +98,7 @@ class Manifest:
     tensors: dict[str, SavedTensor]
     files: dict[int, SavedFile]
     format: dict[str, Any] = field(default_factory=dict)  # its "name", and what it needs; {}: sharded
+    notes: list[str] = field(default_factory=list)  # of a load, for the user
 
     @property
     def named_files(self) -> dict[str, SavedFile]:

@@ -84,15 +84,7 @@ def write_streams(folder: Path, rank: int, tensors: Mapping[str, Stream]) -> Non
 
 def safetensors_header(tensors: Mapping[str, Stream]) -> bytes:
     """Return the bytes before the first element of a safetensors file with these tensors in order."""
-    entries, end = {}, 0
-    for name, stream in tensors.items():
-        begin, end = end, end + stream.nbytes
-        entries[name] = {
-            "dtype": DTYPES[stream.dtype],
-            "shape": list(stream.shape),
-            "data_offsets": (begin, end),
-        }
-    return header_bytes({"__metadata__": {"format": "pt"}} | entries)
+    return header_bytes(tensors, {"__metadata__": {"format": "pt"}})
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Stream], header: bytes) -> None:

@@ -137,7 +137,7 @@ def load_model(
         raise CheckpointError(f"no checkpoint in {root}{why_no_checkpoint(root, step)}")
     for note in found.notes:
         say(note)
-    config = from_toml(found.config_toml)
+    config = from_toml(found.config)
     if "tokenizer" not in found.state and given is None:
         raise CheckpointError(f"iteration {found.iteration} in {root} does not name its tokenizer")
     tokenizer = given or tokenizer_from_spec(found.state["tokenizer"], beside=root)
