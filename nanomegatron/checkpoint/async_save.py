@@ -264,20 +264,14 @@ class AsyncSaver:
         if not self.submitted:
             self._submit()
         _, errors = on_all_ranks(self.mesh, self.written.result)
-        if errors:
-            self.kill_writer()  # that of rank 0 waits for all parts
+        if errors and self.process is not None:
+            self.process.kill()  # that of rank 0 waits for all parts
         notes, unpublished = on_all_ranks(self.mesh, self.published.result)
         if unpublished:
             self.submitted = False
             self.attempt.fail(errors or unpublished)
         return notes
 
-    def kill_writer(self) -> None:
-        """End the writer process; what it has published stays."""
-        if self.process is not None:
-            self.process.kill()
-
     def close(self) -> None:
-        """End the writer process and free the snapshot's memory."""
-        self.kill_writer()
+        """Free the snapshot's memory."""
         self.buffer.close()

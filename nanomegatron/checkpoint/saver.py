@@ -127,7 +127,7 @@ class Saver(Observer):
             self.in_flight = False
 
     def close(self) -> None:
-        """End the writer process, if there is one."""
+        """Free the memory of the snapshots, if there is one; saves are synchronous from here on."""
         if self.writer:
             self.writer.close()
         self.writer = None
