@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,26 +258,78 @@ def test_a_model_of_other_settings(sources, tmp_path):
     assert dict(zip(MEANINGS, found, strict=True)) == MEANINGS
 
 
-def resume_with_new_moments(world: World, argv: list[str], folder: str) -> list[float]:
-    """Save after two steps, resume with --no-load-optim -> the rates of the next two steps"""
+def resume_with_new_moments(world: World, argv: list[str], folder: str) -> tuple[list[float], str]:
+    """Save after two steps, resume with --no-load-optim -> the rates of the next two steps, its log"""
     place = f"{folder}/one"
     run = set_up(world, [*argv, "--save", place], folder)
     for _ in range(2):
         train.train_step(run)
         run.progress.iteration += 1
     save_checkpoint(run)
+    Path(folder, "log.txt").unlink()
     run = set_up(world, [*argv, "--load", place, "--save", f"{folder}/two", "--no-load-optim"], folder)
     rates = []
     for _ in range(2):
         rates.append(numbers_of(train.train_step(run))["lr"])
         run.progress.iteration += 1
-    return rates
+    return rates, Path(folder, "log.txt").read_text()
 
 
 def test_new_moments_begin_the_schedule_again(sources, tmp_path):
+    """And it is said with which rate, and what changes it."""
     argv = arguments(sources, "gpt", TINY, "--lr-warmup-iters 2 --lr-warmup-init 5e-4")
-    (rates,) = run_spmd(resume_with_new_moments, 1, argv, str(tmp_path))
+    ((rates, log),) = run_spmd(resume_with_new_moments, 1, argv, str(tmp_path))
     assert rates == pytest.approx([5e-4, 1.25e-3])
+    (note,) = [line for line in log.splitlines() if "--no-load-optim:" in line]
+    assert "the schedule begins again, step 3 has the rate of step 1, 0.0005;" in note
+    assert "--lr-decay-iters 2" in note
+
+
+def lines_of_resumes(world: World, argv: list[str], cases: list[str], folder: str) -> list[list[str]]:
+    """Save after 2 of 4 steps, resume with the flags of each case -> the lines about values of step 3"""
+    place, found = f"{folder}/one", []
+    run = set_up(world, [*argv, "--save", place], folder)
+    for _ in range(2):
+        train.train_step(run)
+        run.progress.iteration += 1
+    save_checkpoint(run)
+    for flags in cases:
+        Path(folder, "log.txt").write_text("")
+        set_up(world, [*argv, "--load", place, "--save", f"{folder}/none", *flags.split()], folder)
+        log = Path(folder, "log.txt").read_text().splitlines()
+        found.append([line.removeprefix("note    ") for line in log if " at step 3: " in line])
+    return found
+
+
+def test_a_resume_says_what_its_flags_change_at_once(sources, tmp_path):
+    """The values of the next step, by Megatron's scheduler, now and as they would have been."""
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+
+    def rate(lr: float, length: int, warmup: int = 0) -> str:
+        numbers = (0.0, lr, 0.0, warmup, length, "cosine", 0.01, 0.01, length, "constant")
+        theirs = scheduler(SimpleNamespace(param_groups=[]), *numbers)
+        theirs.num_steps = 8
+        return f"{theirs.get_lr({}):g}"
+
+    was, decay = rate(1e-3, 16), "weight decay at step 3: 0.2 (was 0.01)"
+    longer = f"learning rate at step 3: {rate(1e-3, 32)} (was {was})"
+    cases = {
+        "": [],
+        "--log-interval 7 --lr-decay-iters 4": [],
+        "--train-iters 8": [longer],
+        "--train-iters 8 --use-checkpoint-opt-param-scheduler": [],
+        "--lr 5e-4 --weight-decay 0.2": [f"learning rate at step 3: {rate(5e-4, 16)} (was {was})", decay],
+        "--decoupled-lr 2e-3": [
+            f"learning rate of embedding and output layer at step 3: {rate(2e-3, 16)} (was {was})"
+        ],
+        "--global-batch-size None --step-batch-size-schedule 0:4,128:8": [
+            f"learning rate at step 3: {rate(1e-3, 24)} (was {was})",
+            "global batch size at step 3: 8 (was 4)",
+        ],
+    }
+    argv = arguments(sources, "gpt", TINY, "--lr 1e-3 --min-lr 0 --weight-decay 0.01 --lr-warmup-iters 0")
+    (found,) = run_spmd(lines_of_resumes, 1, argv, [*cases], str(tmp_path))
+    assert dict(zip(cases, found, strict=True)) == cases
 
 
 def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:

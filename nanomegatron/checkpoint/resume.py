@@ -44,6 +44,7 @@ from nanomegatron.checkpoint.source import (
     find_source,
     has_weights_only,
     model_changes,
+    value_changes,
 )
 from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
@@ -237,6 +238,10 @@ def load_own_folder(run: Training, source: LoadSource, health: Health | None) ->
             log_notes(run, [f"the same state and data, but not the same bits: {', '.join(changed)}"])
     if states:
         load_optimizer_scalars(run.optimizer, loaded.state["optimizer"])
+        good_steps = loaded.state["optimizer"]["good_steps"]
+        log_notes(run, value_changes(loaded.config, run.config, run.progress, good_steps))
+    elif run.optimizer:
+        note_new_schedule(run)
     if run.model.scales is not None:
         fp8 = {piece.key.removeprefix(FP8): piece.data for piece in pieces if piece.key.startswith(FP8)}
         load_fp8_state(run.model.scales, fp8)
@@ -256,6 +261,17 @@ def check_absence(run: Training, source: LoadSource) -> None:
         raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
     elif run.config.run.eval_only:
         raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
+
+
+def note_new_schedule(run: Training) -> None:
+    """Say of a run without the optimizer's states that its schedule begins again."""
+    left = run.config.run.train_iters - run.progress.iteration
+    if 0 < left < run.config.run.train_iters:
+        lr = float(run.optimizer.lr_table[0, 0])
+        run.log.line(
+            f"note    --no-load-optim: the schedule begins again, step {run.progress.iteration + 1} has the "
+            f"rate of step 1, {lr:g}; --lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
+        )
 
 
 def check_model(run: Training, source: LoadSource, saved: str) -> None:

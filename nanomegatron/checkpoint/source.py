@@ -6,6 +6,7 @@
 All ranks use the folder that rank 0 chooses.
 """
 
+import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.config.batch import batch_size_at, samples_before
 from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import effective
 from nanomegatron.config.rules import flag
@@ -20,6 +22,8 @@ from nanomegatron.config.settings import Config
 from nanomegatron.data.identity import trained_on
 from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.mesh import Mesh
+from nanomegatron.pick_variants import pick_schedules
+from nanomegatron.step import Progress
 
 # Settings on which the order of the data depends, besides the numbers of samples and the data themselves
 # (data/identity.py).
@@ -145,6 +149,38 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
             hint = "; --finetune may change it" * place
             found[place and source.begins].append(f"{flag(name)} {value}: saved with {was}{hint}")
     return found
+
+
+def value_changes(saved: str, config: Config, progress: Progress, good_steps: int) -> list[str]:
+    """Return a line for each value of the next step that other settings than the `saved` (TOML) have changed.
+
+    progress: of this run; good_steps: those with an update.
+    """
+    table = progress.samples_before
+    iteration = progress.iteration
+    try:
+        before = from_toml(saved)
+    except ValueError:
+        return []  # `check_model` says it
+    if iteration + 1 >= len(table) or (before.optimizer, before.data, before.run) == (
+        config.optimizer,
+        config.data,
+        config.run,
+    ):
+        return []
+    samples = table[min(good_steps, iteration)]
+    old = [at(samples) for at in pick_schedules(before, samples_before(before, 1))]
+    new = [at(samples) for at in pick_schedules(config, table)]
+    of_all, of_vocabulary, decay = zip(old, new, strict=True)
+    sizes = (batch_size_at(before.data, table[iteration]), table[iteration + 1] - table[iteration])
+    pairs = {"learning rate": of_all, "weight decay": decay, "global batch size": sizes}
+    if of_vocabulary != of_all:
+        pairs["learning rate of embedding and output layer"] = of_vocabulary
+    return [
+        f"{name} at step {iteration + 1}: {now:g} (was {was:g})"
+        for name, (was, now) in pairs.items()
+        if not math.isclose(was, now, rel_tol=1e-9)
+    ]
 
 
 def with_saved_schedule(config: Config, mesh: Mesh) -> Config:
