@@ -18,7 +18,7 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2514           99            138      31      28      29
+checkpoint          2389           76            124      29      28      29
 commands             936           34             69      24      11      21
 config              2307          108            138      10      39      53
 core                2995            3             96      17       7      24
