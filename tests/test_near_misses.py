@@ -9,7 +9,6 @@ from nanomegatron.commands.plan import known_gpu
 from nanomegatron.config.check import validate
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import parse
-from nanomegatron.config.early import early_answer
 from nanomegatron.config.hf import settings_of
 from nanomegatron.config.megatron_args import why_no_checkpoint
 from nanomegatron.data.columns import folder_files
@@ -119,18 +118,14 @@ def test_what_is_not_in_a_folder_is_not_fetched(tmp_path, monkeypatch):
         ("nowhere", "there is no such folder"),
     ],
 )
-def test_a_wrong_load_is_answered_before_anything_is_built(name, says, tmp_path, monkeypatch, capsys):
-    """By the command, before torch is imported: exit code 3, and no folder of the run."""
+def test_a_wrong_load_is_told_what_is_there(name, says, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pytorch_model.bin").touch()
     (tmp_path / "runs/x/ckpt/iter_0000002").mkdir(parents=True)
     (tmp_path / "runs/evaluated").mkdir()
     monkeypatch.chdir(tmp_path)
-    flags = "--run-name y --mock-data --tokenizer-type NullTokenizer --vocab-size 99 --load"
-    assert early_answer([*flags.split(), name]) == 3
-    said = capsys.readouterr().err
-    assert f"--load {name}: no checkpoint there; {says}" in said and "evaluated" not in said
-    assert not (tmp_path / "runs/y").exists()
+    said = why_no_checkpoint(name)
+    assert said.startswith(f"; {says}") and "evaluated" not in said
 
 
 def test_the_folder_of_a_run_stands_for_its_checkpoints(tmp_path):

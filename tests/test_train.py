@@ -268,34 +268,6 @@ def test_load_of_nothing_is_an_error(corpus, tmp_path):
     assert "--load empty" in output
 
 
-def test_load_of_no_folder_is_an_error_before_torch_is_imported(corpus, tmp_path):
-    """Unless the run has checkpoints of its own: then --load, which may be gone since, is not needed."""
-    code = "import sys\nfrom nanomegatron.config.early import early_answer\n"
-    code += "answer = early_answer(sys.argv[1:])\nassert 'torch' not in sys.modules\nprint(answer)"
-
-    def answer(*flags: str) -> list[str]:
-        command = [sys.executable, "-c", code, *arguments(corpus, "--train-iters 9", *flags)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return [*done.stderr.splitlines(), *done.stdout.splitlines()]
-
-    said = "  --load org/name: no checkpoint there; nothing is fetched here: hf download org/name --local-dir"
-    for flags in ("", "--save ckpt", "--finetune"):
-        title, message, exit_code = answer("--load org/name", flags)
-        assert title == "nanomegatron train: 1 error, nothing was started" and message.startswith(said)
-        assert int(exit_code) == run_exit.NO_CHECKPOINT
-    assert "no checkpoint there; there is no such folder" in answer("--load runs/no/ckpt")[1]
-    (empty := tmp_path / "empty").mkdir()
-    assert "no checkpoint there; train from scratch without --load" in answer("--load empty")[1]
-    empty.rmdir()
-    assert not [*tmp_path.iterdir()]
-    assert answer("--load ckpt --save ckpt") == ["None"]
-    (tmp_path / "runs/test/ckpt/iter_0000002").mkdir(parents=True)
-    (tmp_path / "runs/test/config.toml").write_text('load = "org/name"\n')
-    for flags in ("", "--run-name None"):
-        assert answer("--load org/name", flags) == ["None"]
-    assert answer("--load org/other --run-name None")[-1] == "3"
-
-
 def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path):
     """As in Megatron's launch scripts: nothing there yet is a beginning, however the folder is named."""
     (tmp_path / "link").symlink_to(tmp_path)

@@ -1,6 +1,5 @@
 """Answers a command line before torch is imported, in a fraction of a second: help, settings, most errors."""
 
-import glob
 import json
 import os
 import re
@@ -13,8 +12,6 @@ from pathlib import Path
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.help import help_text
-from nanomegatron.config.megatron_args import may_be_checkpoint, why_no_checkpoint
-from nanomegatron.config.settings import Config
 from nanomegatron.config.user_files import escaped
 
 
@@ -30,9 +27,6 @@ def early_answer(argv: list[str]) -> int | None:
             text = help_text(parsed.action[len("help ") :])
         elif errors := early_errors(parsed):
             raise ConfigError(errors)
-        elif parsed.action == "train" and (missing := missing_load(parsed.config)):
-            print_errors(ValueError(missing), rank)
-            return 3
         elif parsed.action == "print-config":
             text = to_toml(resolve(parsed.config, processes_of_torchrun(parsed.config.run.nproc))).rstrip()
         if text and rank == 0:
@@ -54,26 +48,6 @@ def answer_without_torch(argv: list[str]) -> None:
     answered = early_answer(argv)
     if answered is not None:
         sys.exit(answered)
-
-
-def missing_load(config: Config) -> str:
-    """Say that --load names nothing, if that is sure: the run has no checkpoint of its own to resume from.
-
-    Under torchrun a process may be on a machine that does not see the folder: that is seen later, on all.
-    """
-    load, save, name = config.checkpoint.load, config.checkpoint.save, config.run.run_name
-    if not load or "RANK" in os.environ or may_be_checkpoint(Path(load)):
-        return ""
-    if save and Path(save).resolve() == Path(load).resolve():
-        return ""
-    said = f"load = {json.dumps(load, ensure_ascii=False)}\n"
-    runs = Path("runs").glob(f"{glob.escape(name) if name else '*'}/config.toml")
-    named = [path for path in runs if name or said in path.read_text(encoding="utf-8", errors="replace")]
-    own = [Path(save)] if save else [path.parent / "ckpt" for path in named]
-    if any(any(folder.glob("iter_*")) for folder in own):
-        return ""
-    fix = why_no_checkpoint(load) or "; train from scratch without --load"
-    return f"--load {load}: no checkpoint there{fix}"
 
 
 def processes_of_torchrun(without: int | None = None) -> int:
