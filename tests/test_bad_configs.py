@@ -172,7 +172,7 @@ KINDS = {
 --nproc 1000000 | --nproc 1000000: must be greater than 0 and at most
 --save-interval 1{"0" * 400} | must be below 2^63
 --save-interval 1{"0" * 5000} | must be a whole number
---run-name {"a" * 300} | must have at most 200 bytes
+--run-name {"a" * 300} | of at most 200 bytes
 --save {"a" * 300} | cannot write to
 --hidden-size 65536 --num-layers 1000 --num-attention-heads 64 | GiB are needed, and this machine has
 """,
@@ -219,7 +219,7 @@ KINDS = {
 --pp 3 --nproc 3 | --num-layers 2: must be a multiple of 3 pipeline ranks
 --cp 3 --nproc 3 | --seq-length 32: must be a multiple of 2 x --context-parallel-size 3
 --dp 3 --nproc 2 | --data-parallel-size 3: 2 processes give 2
---num-experts 3 --ep 2 --nproc 2 | --expert-model-parallel-size 2: must divide --num-experts 3
+--num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must be a multiple of --expert-model-parallel-size 2
 """,
     "contradiction": """
 --bf16 --fp16 | --bf16: not with --fp16; leave one out

@@ -121,7 +121,7 @@ def test_names_with_control_characters_are_refused_and_shown_escaped(name, here,
     assert early_answer([*SHAPE.split(), "--train-iters", "1", f"--{name}"]) == 2
     said = capsys.readouterr()
     (refused,) = [line for line in said.err.splitlines() if "--run-name" in line]
-    assert "must have no control characters" in refused
+    assert "must be the name of a folder in runs/, of printable characters" in refused
     assert not any(char in said.out + said.err.replace("\n", "") for char in name if not char.isprintable())
     assert escaped(name, keep="").isprintable()
 
@@ -129,7 +129,7 @@ def test_names_with_control_characters_are_refused_and_shown_escaped(name, here,
 def test_plain_text_is_shown_as_it_is():
     text = "caf\u00e9 \u3000\u4f60\u597d \U0001f600\n\tindented\u00a0"
     assert escaped(text) == text
-    assert escaped("\x1b[2J\x07") == "\\x1b[2J\\x07" and escaped("a\nb", keep="") == "a\\x0ab"
+    assert escaped("\x1b[2J\x07") == "\\x1b[2J\\x07" and escaped("a\nb", keep="") == "a\\nb"
 
 
 def test_runs_of_strange_names_are_listed_escaped(here, capsys):

@@ -19,6 +19,7 @@ from nanomegatron.config.check_model import data_errors, fp8_errors, model_error
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled, those_that_hold
 from nanomegatron.config.settings import MOST_ITERS, Config, RunConfig
+from nanomegatron.config.user_files import escaped
 
 MOST_EVALUATED = 100  # global batches in an evaluation, by default: Megatron's number
 
@@ -114,14 +115,11 @@ def schedule_errors(config: Config) -> Iterator[str]:
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     """Yield the errors in a run's names, packages, files and steps, and in what it does about bad steps."""
     run = config.run
-    if run.run_name is not None and not run.run_name.isprintable():
-        yield f"--run-name {run.run_name!r}: must have no control characters, nor other unprintable ones"
-    elif run.run_name is not None and len(run.run_name.encode()) > 200:
-        yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
-    elif run.run_name == "latest":
-        yield "--run-name latest: runs/latest is a link to the newest run; give another name"
-    elif run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
-        yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
+    if run.run_name is not None and not _names_a_folder(run.run_name):
+        yield (
+            f"--run-name {escaped(run.run_name, keep='')[:200]}: must be the name of a folder in runs/, "
+            "of printable characters without a slash, of at most 200 bytes, and not latest, a link there"
+        )
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
         if (value := getattr(run, name)) and importlib.util.find_spec(package) is None:
             yield f"{flag(name)} {value}: needs the package {package}: pip install {package}"
@@ -165,6 +163,12 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
             "--record-memory-history: needs a GPU, whose allocations it records",
         ),
     )
+
+
+def _names_a_folder(name: str) -> bool:
+    """Whether a folder in runs/ may have this name on every file system, and be shown in every terminal."""
+    taken = not name.strip(".") or name == "latest"
+    return name.isprintable() and "/" not in name and len(name.encode()) <= 200 and not taken
 
 
 def resolve(config: Config, world_size: int) -> Config:
