@@ -58,10 +58,10 @@ CP 4 SIZES 2 2 | 4 | SIZES 2 2: needs TYPE a2a+p2p
 CP 4 SIZES 2 4 TYPE a2a+p2p | 4 | SIZES 2 4: must have the product of CP 4 | such as 2 2
 CP 4 SIZES 0 4 TYPE a2a+p2p | 4 | SIZES 0 4: each must be greater than 0
 CP 4 SIZES 2 TYPE a2a+p2p | 4 | SIZES 2: takes 2 values
-CP 3 TYPE a2a HEADS 8 | 3 | TYPE a2a: 8 query heads must be a multiple of 3 ranks; use p2p or allgather
-CP 4 TP 4 TYPE a2a | 16 | TYPE a2a: 2 query heads of a tp rank | multiple of 4 ranks; use p2p or allgather
-CP 4 HEADS 12 GROUPS 6 --hidden-size 96 TYPE a2a | 4 | 6 key/value heads must be a multiple or a divisor of 4
-CP 6 HEADS 12 GROUPS 4 --hidden-size 96 TYPE a2a+p2p SIZES 6 1 | 6 | 4 key/value heads must be | or a divisor
+CP 3 TYPE a2a HEADS 8 | 3 | TYPE a2a: 8 query heads must be a multiple of 3 ranks, | ; use p2p or allgather
+CP 4 TP 4 TYPE a2a | 16 | TYPE a2a: 2 query heads of a tp rank | multiple of 4 ranks, | ; use p2p or allgather
+CP 4 HEADS 12 GROUPS 6 --hidden-size 96 TYPE a2a | 4 | 4 ranks, and 6 key/value heads a multiple or a divisor
+CP 6 HEADS 12 GROUPS 4 --hidden-size 96 TYPE a2a+p2p SIZES 6 1 | 6 | 4 key/value heads a multiple or a divisor
 CP 4 --attention-dropout 0.1 | 4 | --attention-dropout 0.1: there is none with CP 4; set --attention-dropout 0
 CP 2 --reset-attention-mask MICRO 2 | 2 | MICRO 2: must be 1 for documents (--reset-attention-mask) over CP 2
 LENGTHS MICRO 2 | 1 | MICRO 2: must be 1 with LENGTHS, which packs documents

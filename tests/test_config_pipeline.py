@@ -66,9 +66,10 @@ PP 2 VPP 3 | 2 | --num-layers 8: | multiple of 2 pipeline ranks x 3 pieces; near
 PP 2 FIRST 0 | 2 | FIRST 0: must be greater than 0
 PP 2 FIRST 3 LAST 4 | 2 | --num-layers 8: FIRST 3 LAST 4 make 7; leave one out
 PP 4 SCHEDULE zb-v LAST 2 | 4 | LAST 2: the last stage is on rank 0, as the first; use FIRST
-PP 2 FIRST 4 LOSS | 2 | FIRST or LAST, --account-for-...-in-pipeline-split: only one
-PP 2 LAST 4 SPLIT flops | 2 | FIRST or LAST, SPLIT flops: only one
-PP 2 SPLIT flops LOSS | 2 | , SPLIT flops: only one
+PP 2 FIRST 4 LOSS | 2 | FIRST 4: not with EMBEDDING or LOSS; leave one out
+PP 2 LAST 4 SPLIT flops | 2 | LAST 4: not with SPLIT flops; leave one out
+PP 2 SPLIT flops LOSS | 2 | LOSS: not with SPLIT flops; leave one out
+PP 2 SPLIT flops LAYOUT Ett!ttttttL | 2 | SPLIT flops: not with LAYOUT; leave one out
 PP 16 SPLIT flops | 16 | --num-layers 8: leave nothing for pipeline rank 8 of 16; use PP 9 or less
 PP 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x PP 2: must divide the number of processes, 6; use --nproc 8
 PP 4 | 2 | PP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
@@ -86,7 +87,7 @@ PP 2 LAYOUT Etttt!ttttLL | 2 | must begin with its only E
 PP 2 LAYOUT E!t*1000000L | 2 | LAYOUT E!t*1000000L: '0': must be
 PP 2 LAYOUT E(t*99999)*99999!L | 2 | is longer than 100000 layers and stages
 PP 3 LAYOUT Et*4!!t*4L | 3 | LAYOUT Et*4!!t*4L: leaves nothing for pipeline rank 1
-PP 2 LAYOUT Et*4!t*4L FIRST 4 | 2 | FIRST or LAST, LAYOUT: only one
+PP 2 LAYOUT Et*4!t*4L FIRST 4 | 2 | FIRST 4: not with LAYOUT; leave one out
 PP 2 LAYOUT Et*4!t*4L VPP 2 | 2 | VPP 2: LAYOUT Et*4!t*4L has 1 on each of 2 ranks; leave it out
 PP 2 LAYOUT Et!t!ttt!tttL SCHEDULE 1f1b | 2 | SCHEDULE 1f1b: has 1 of | not 2
 --delay-wgrad-compute | 1 | --delay-wgrad-compute: | SCHEDULE zb-h1 or zb-v defers weight gradients

@@ -30,7 +30,6 @@ WAYS = [
     dict(embedding=True),
     dict(loss=True),
     dict(embedding=True, loss=True),
-    dict(first=2, loss=True),
 ]
 
 
@@ -177,9 +176,6 @@ def test_a_v_gives_back_to_the_first_rank():
             "--num-layers 8 less .* 8: must be a multiple of 2 .* nearest --num-layers 10$",
         ),
         (8, loop(3), dict(first=20), "nearest --num-layers 22$"),
-        (4, loop(2), dict(first=1, loss=True), "first-.* --account-for-.*: only one of them"),
-        (4, loop(2), dict(last=1, head=1.0), "last-.*, --pipeline-split flops: only one of them"),
-        (4, loop(2), dict(loss=True, head=1.0), "--account-for-.*, --pipeline-split flops: only one"),
         (
             2,
             loop(4),

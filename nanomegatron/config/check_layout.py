@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nanomegatron.config.parallel import LAYOUT
 from nanomegatron.config.rules import spelled, those_that_hold
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.config.split import LAYOUT, layout_sizes, stage_ranges
+from nanomegatron.config.split import layout_sizes, stage_ranges
 from nanomegatron.schedules import CHUNKS
 
 TP, CP, PP = (f"--{name}-parallel-size" for name in ("tensor-model", "context", "pipeline-model"))
@@ -146,14 +147,11 @@ def _cp_types(config: Config, cp: int) -> Iterator[str]:
     if model.num_attention_heads % tp:
         return
     n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1
-    of_rank, instead = " of a tp rank" * (tp > 1), "use p2p or allgather"
+    of_rank = " of a tp rank" * (tp > 1)
     for name, ranks in (("a2a", cp), ("a2a+p2p", next(iter(sizes), 1))):
-        if name in types and n % ranks:
-            heads = f"{n} query heads{of_rank} must be a multiple of {ranks} ranks"
-            yield f"--cp-comm-type {name}: {heads}; {instead}"
-        elif name in types and g % ranks and ranks % g:
-            heads = f"{g} key/value heads{of_rank} must be a multiple or a divisor of {ranks} ranks"
-            yield f"--cp-comm-type {name}: {heads}; {instead}"
+        if name in types and (n % ranks or (g % ranks and ranks % g)):
+            heads = f"{n} query heads{of_rank} must be a multiple of {ranks} ranks, and {g} key/value heads"
+            yield f"--cp-comm-type {name}: {heads} a multiple or a divisor; use p2p or allgather"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -234,19 +232,11 @@ def _experts(config: Config, world: int) -> Iterator[str]:
         if etp not in (1, tp):
             yield f"{ETP} {etp}: needs --num-experts"
         return
-    divisors = [n for n in range(min(ep, model.num_experts), 1, -1) if model.num_experts % n == 0]
-    units = {n: math.lcm(n * etp, tp * cp) * pp for n in (*divisors, 1)}
-    here = [n for n in divisors if world % units[n] == 0 and ep not in divisors]
-    fitting = [*here, *divisors, 1][0]
-    unit = units[fitting]
-    processes = -(-world // unit) * unit
-    if fitting < ep:
-        yield (
-            f"{EP} {ep}: must divide --num-experts {model.num_experts}; "
-            f"use {fitting} with --nproc {processes}"
-        )
-    elif world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
+    unit = math.lcm(ep * etp, tp * cp) * pp
+    yield from multiple("--num-experts", model.num_experts, EP, ep)
+    if model.num_experts % ep == 0 and world % (tp * cp * pp) == 0 and world % unit:
         of = f"{world} processes" + f" / pp {pp} = {world // pp}" * (pp > 1)
+        processes = -(-world // unit) * unit
         yield f"{EP} {ep} x {ETP} {etp} = {ep * etp}: must divide {of}; use --nproc {processes}"
     why = "with --variable-seq-lengths, where ranks that share experts have not equally many tokens"
     uneven = config.data.variable_seq_lengths and tp * cp % (etp * ep)  # replicas share experts

@@ -12,6 +12,9 @@ PP_ABOVE_1 = "--pipeline-model-parallel-size greater than 1"
 ONE_SIZE = f"{PP_ABOVE_1}, whose messages are all of one size"
 SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
 SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
+COUNTED = "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split"
+FLOPS, LAYOUT = "--pipeline-split flops", "--pipeline-model-parallel-layout"
+ANOTHER_SPLIT = (SIZE, COUNTED, FLOPS, LAYOUT)
 EQUALLY_MANY = "whose ranks need equally many microbatches"
 pipeline = functools.partial(setting, part_of=PP_ABOVE_1)
 context = functools.partial(setting, part_of="--context-parallel-size greater than 1")
@@ -42,12 +45,20 @@ class ParallelConfig:
         "even",
         "give pipeline ranks equal numbers of layers, or equal FLOPs including the output layer",
         choices="even flops",
-        excludes=SIZE,
+        excludes=(SIZE, LAYOUT),
     )
-    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers on the first rank", excludes=SIZE)
-    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers on the last rank", excludes=SIZE)
-    account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
-    account_for_loss_in_pipeline_split: bool = pipeline(False, "count the output layer as a layer")
+    decoder_first_pipeline_num_layers: int | None = pipeline(
+        None, "layers on the first rank", excludes=ANOTHER_SPLIT
+    )
+    decoder_last_pipeline_num_layers: int | None = pipeline(
+        None, "layers on the last rank", excludes=ANOTHER_SPLIT
+    )
+    account_for_embedding_in_pipeline_split: bool = pipeline(
+        False, "count the embedding as a layer", excludes=(FLOPS, LAYOUT)
+    )
+    account_for_loss_in_pipeline_split: bool = pipeline(
+        False, "count the output layer as a layer", excludes=(FLOPS, LAYOUT)
+    )
     pipeline_model_parallel_layout: str | None = pipeline(
         None, 'layers in each stage: E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
     )

@@ -14,11 +14,10 @@ import re
 from functools import lru_cache
 from itertools import accumulate, chain
 
-from nanomegatron.config.parallel import ParallelConfig
+from nanomegatron.config.parallel import FLOPS, LAYOUT, ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-FLOPS, LAYOUT = "--pipeline-split flops", "--pipeline-model-parallel-layout"
 MOST_LETTERS = 100_000
 
 
@@ -61,12 +60,8 @@ def split_layers(
 
     layout: --pipeline-model-parallel-layout, which names the layers of each stage.
 
-    Raises ValueError, with a fix, if layers do not divide, a rank has no work, or two ways are given at once.
+    Raises ValueError, with a fix, if layers do not divide or a rank has no work.
     """
-    ways = [first is not None or last is not None, embedding or loss, head is not None, layout is not None]
-    if sum(ways) > 1:
-        names = (f"{FIRST} or {LAST}", "--account-for-...-in-pipeline-split", FLOPS, LAYOUT)
-        raise ValueError(f"{', '.join(name for name, used in zip(names, ways) if used)}: only one of them")
     if layout is not None:
         sizes = layout_sizes(layout)
         if sum(sizes) != num_layers:
