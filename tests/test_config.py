@@ -106,7 +106,7 @@ WRONG = """
 --attention-dropout 1.5 | 1 | --attention-dropout 1.5: must be
 --adam-beta1 1.0 | 1 | --adam-beta1 1.0: must be
 --hidden-size 66 | 1 | --hidden-size 66: must be a multiple of --num-attention-heads 4 | 64 or 68
---num-query-groups 3 | 1 | --num-query-groups 3: must divide --num-attention-heads 4 | 2
+--num-query-groups 3 | 1 | --num-query-groups 3: must divide --num-attention-heads 4
 --kv-channels 15 --position-embedding-type rope | 1 | head size 15: must be even | --kv-channels
 --max-position-embeddings 16 | 1 | --max-position-embeddings 16: must be at least --seq-length 32
 --tp 3 | 3 | --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3

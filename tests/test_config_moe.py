@@ -66,8 +66,8 @@ E 4 GROUPS 2 | 1 | GROUPS 2: needs BEST
 E 4 BEST 2 | 1 | BEST 2: needs GROUPS
 E 8 GROUPS 3 BEST 1 | 1 | E 8: must be a multiple of GROUPS 3; nearest 6 or 9
 E 8 GROUPS 2 BEST 3 TOPK 4 | 1 | BEST 3: must be greater than 0 and at most GROUPS 2
-E 8 GROUPS 4 BEST 3 | 1 | BEST 3: must be at most TOPK 2
-E 8 GROUPS 4 BEST 1 TOPK 3 | 1 | BEST 1: has 2 experts of 8 in 4 groups; TOPK 3 needs 2 or more
+E 8 GROUPS 4 BEST 3 | 1 | BEST 3: must be at most TOPK 2, and at least 1, of 4 groups of 8 experts
+E 8 GROUPS 4 BEST 1 TOPK 3 | 1 | BEST 1: must be at most TOPK 3, and at least 2, of 4 groups
 E 4 BIAS | 1 | BIAS: needs SCORES sigmoid
 E 4 SCORES sigmoid --moe-router-pre-softmax | 1 | --moe-router-pre-softmax: not with SCORES sigmoid
 E 4 --moe-router-bias-update-rate 1e-2 | 1 | --moe-router-bias-update-rate 0.01: needs BIAS
@@ -82,8 +82,8 @@ E 4 COEFF a | 1 | COEFF a: each must be a number
 E 4 TYPE none COEFF 0.1 | 1 | COEFF 0.1: none has no loss; give 0, or aux_loss
 E 4 TYPE sinkhorn COEFF 0.1 | 1 | COEFF 0.1: sinkhorn has no loss
 E 4 TYPE sinkhorn CAPACITY 1.0 | 1 | CAPACITY 1.0: not with TYPE sinkhorn
-E 4 TYPE sinkhorn aux_loss COEFF 0 0 | 1 | TYPE sinkhorn aux_loss: sinkhorn is not with others
-E 4 TYPE aux_loss aux_loss COEFF 1 2 | 1 | TYPE aux_loss aux_loss: one of them twice
+E 4 TYPE sinkhorn aux_loss COEFF 0 0 | 1 | TYPE sinkhorn aux_loss: give each once, | sinkhorn alone
+E 4 TYPE aux_loss aux_loss COEFF 1 2 | 1 | TYPE aux_loss aux_loss: give each once
 E 4 --moe-z-loss-coeff -1 | 1 | --moe-z-loss-coeff -1.0: must be at least 0
 E 4 --moe-input-jitter-eps 1 | 1 | --moe-input-jitter-eps 1.0: must be at least 0 and less than 1
 E 4 --moe-router-dtype bf16 | 1 | --moe-router-dtype bf16: must be one of fp32, fp64

@@ -29,15 +29,10 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     if model.kv_channels is None:
         yield from multiple("--hidden-size", model.hidden_size, "--num-attention-heads", heads)
     yield from multiple("--num-attention-heads", heads, TP, tp)
-    fits, rule = [g for g in range(1, heads + 1) if heads % g == 0], f"divide --num-attention-heads {heads}"
-    if groups in fits and heads % tp == 0:
-        fits, rule = (
-            [g for g in fits if g % tp == 0 or tp % g == 0],
-            f"be a multiple or a divisor of {TP} {tp}",
-        )
-    if groups not in fits:
-        near = min(fits, key=lambda g: abs(g - groups))
-        yield f"--num-query-groups {groups}: must {rule}; nearest {near}"
+    if heads % groups:
+        yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
+    elif heads % tp == 0 and groups % tp and tp % groups:
+        yield f"--num-query-groups {groups}: must be a multiple or a divisor of {TP} {tp}"
     rotated, kind = int(model.head_dim * model.rotary_percent), model.position_embedding_type
     if kind in ("rope", "yarn") and model.rotary_percent <= 1 and (rotated % 2 or not rotated):
         share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent} = {rotated}"
@@ -126,12 +121,11 @@ def _choice_of_experts(model: TransformerConfig) -> Iterator[str]:
     if not groups or not best:
         return
     yield from multiple("--num-experts", experts, "--moe-router-num-groups", groups)
-    if topk < best <= groups:
-        yield f"--moe-router-group-topk {best}: must be at most --moe-router-topk {topk}"
-    elif best <= groups and (room := best * (experts // groups)) < topk:
-        has = f"has {room} experts of {experts} in {groups} groups"
-        need = f"--moe-router-topk {topk} needs {math.ceil(topk * groups / experts)} or more"
-        yield f"--moe-router-group-topk {best}: {has}; {need}"
+    if best <= groups and not best <= topk <= best * (experts // groups):
+        yield (
+            f"--moe-router-group-topk {best}: must be at most --moe-router-topk {topk}, and at least "
+            f"{math.ceil(topk * groups / experts)}, of {groups} groups of {experts} experts"
+        )
 
 
 def _balance(model: TransformerConfig) -> Iterator[str]:
@@ -142,10 +136,8 @@ def _balance(model: TransformerConfig) -> Iterator[str]:
     for name, weight in zip(types, weights, strict=False):
         if name in ("sinkhorn", "none") and weight:
             yield f"--moe-aux-loss-coeff {weight}: {name} has no loss; give 0, or aux_loss"
-    if "sinkhorn" in types and {*types} != {"sinkhorn"}:
-        yield f"{words}: sinkhorn is not with others; give one"
-    elif len({*types}) < len(types):
-        yield f"{words}: one of them twice; give each once, with one weight"
+    if len({*types}) < len(types) or ("sinkhorn" in types and len(types) > 1):
+        yield f"{words}: give each once, with one weight, and sinkhorn alone"
 
 
 def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
@@ -234,16 +226,15 @@ def data_errors(config: Config) -> Iterator[str]:
     for name in ("data_path", *per_split):
         yield from _blend(flag(name), getattr(data, name))
     if path := data.data_args_path:
-        words, wrong = [], "has no data path in it"
         try:
             words = read_text(path).split()
+            yield from _blend(f"--data-args-path {path}:", words)
+            if not words:
+                yield f"--data-args-path {path}: has no data path in it"
         except FileNotFoundError:
-            wrong = "no such file"
+            yield f"--data-args-path {path}: no such file"
         except ValueError as error:
-            wrong = str(error).removeprefix(f"{path}: ")
-        if not words:
-            yield f"--data-args-path {path}: {wrong}"
-        yield from _blend(f"--data-args-path {path}:", words)
+            yield f"--data-args-path {error}"
     weights = [_number(word) for word in data.split.split(",")]
     kind = data.tokenizer_type
     eod = data.null_tokenizer_eod_id
