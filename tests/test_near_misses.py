@@ -25,10 +25,13 @@ MIXTRAL |= {"max_position_embeddings": 64}
         (["ckpt/iter_0000010/manifest.json"], "give {0}/ckpt"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin is a pickle"),
         (["config.json"], "no weights: copy model.safetensors there"),
-        (["iter_0000010/.metadata"], "no latest_checkpointed_iteration.txt, and there are iter_0000010"),
+        (
+            ["iter_0000010/.metadata"],
+            "it has iter_0000010, and its latest_checkpointed_iteration.txt names none of them: give {0}/",
+        ),
         (
             ["iter_0000010/.metadata", "latest_checkpointed_iteration.txt"],
-            "says '', and there are iter_00000",
+            "it has iter_0000010, and its latest_checkpointed_iteration.txt names none",
         ),
     ],
 )

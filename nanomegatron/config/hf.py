@@ -33,6 +33,13 @@ TRAINING = """
 hidden_dropout attention_dropout init_method_std moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype
 moe_router_force moe_token moe_expert_capacity
 """.split()
+# Prefixes of the settings that have no effect with a type of position embedding.
+UNUSED = {
+    "rope": ("yarn", "mscale", "rotary_scaling"),
+    "yarn": ("use_rope", "rope_scaling"),
+    "none": ("yarn", "mscale", "rotary", "use_rope", "rope_scaling"),
+    "learned_absolute": ("yarn", "mscale", "rotary", "use_rope", "rope_scaling"),
+}
 _SETTINGS = {s.name: s for _, s, _ in declared(Config())}
 
 
@@ -181,8 +188,7 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
         settings |= {"embedding_multiplier": math.sqrt(hf["hidden_size"]), "softmax_scale": width**-0.5}
     if family == "gpt2":
         kind = hf["activation_function"]
-        which = {"squared_relu": True} if kind == "relu2" else {"bias_gelu_fusion": kind != "gelu"}
-        return settings | {"squared_relu": False} | which
+        return settings | {"squared_relu": kind == "relu2", "bias_gelu_fusion": kind != "gelu"}
     return settings | {"disable_bias_linear": not any(biases.values())}
 
 
@@ -281,16 +287,14 @@ def _experts(hf: dict, family: str) -> dict[str, Any]:
     """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
     if "num_experts" not in FAMILIES[family]["keys"]:
         return {}
-    dense, step = hf.get("mlp_only_layers"), hf.get("decoder_sparse_step", 1)
-    dense = [] if dense is None else dense
+    dense = hf.get("mlp_only_layers") or []
+    step = hf.get("decoder_sparse_step", 1)
     if not isinstance(dense, list):
         raise ValueError(f"mlp_only_layers = {dense!r:.80}: must be a list of layers")
     _positive("decoder_sparse_step", step, int)
-    keys = FAMILIES[family]["keys"]
-    experts, chosen = (hf[keys[name].rstrip("?")] for name in ("num_experts", "moe_router_topk"))
-    if chosen > experts:
-        key = keys["moe_router_topk"]
-        raise ValueError(f"{key} = {chosen}: must be at most {keys['num_experts']} = {experts}")
+    experts, chosen = (FAMILIES[family]["keys"][name] for name in ("num_experts", "moe_router_topk"))
+    if hf[chosen] > hf[experts]:
+        raise ValueError(f"{chosen} = {hf[chosen]}: must be at most {experts} = {hf[experts]}")
     on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
     return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}
@@ -377,11 +381,9 @@ def effective(model: TransformerConfig) -> dict[str, Any]:
     """Return the settings on which the model's function depends, with derived ones filled in."""
     resumable = (name for name, s in _SETTINGS.items() if s.metadata["resumable"])
     kinds = model.rotary_kinds
-    kind, unused = model.position_embedding_type, ("window_attn", *TRAINING, *resumable)
-    unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")
-    unused += () if kind == "rope" else ("use_rope",)
-    unused += () if kind == "rope" and model.use_rope_scaling else ("rope_scaling",)
-    unused += () if kind in ("rope", "yarn") else ("rotary",)
+    unused = ("window_attn", *TRAINING, *resumable, *UNUSED[model.position_embedding_type])
+    if not model.use_rope_scaling:
+        unused += ("rope_scaling",)
     values = {k: v for k, v in dataclasses.asdict(model).items() if not k.startswith(unused)}
     if model.num_experts:
         values |= {

@@ -84,16 +84,10 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
     if (root / "config.json").is_file():
         return "; it has a config.json and no weights: copy model.safetensors there too"
     there = sorted(path.name for path in root.glob("*") if re.fullmatch(r"release|iter_\d+", path.name))
-    if there and step is not None:
-        return f"; --ckpt-step {step}: it has {', '.join(there[-4:])}"
-    if there and (root / TRACKER).is_file():
-        return (
-            f"; its {TRACKER} says {_tracked(root)!r}, and there are {', '.join(there[-4:])}: "
-            "write one of them there"
-        )
-    if there:
-        return f"; it has no {TRACKER}, and there are {', '.join(there[-4:])}: give {root / there[-1]}"
-    return ""
+    if not there:
+        return ""
+    wanted = f"its {TRACKER} names none of them" if step is None else f"--ckpt-step {step} is none of them"
+    return f"; it has {', '.join(there[-4:])}, and {wanted}: give {root / there[-1]}"
 
 
 def pickled_state(path: Path) -> dict[str, Any]:
