@@ -17,7 +17,7 @@ MAX_FIELDS, MAX_ARGUMENTS, MAX_FORWARD, MAX_PARALLEL = 10, 8, 12, 3
 MAX_LINES, MAX_LINE = 500, 110  # lines of a file, characters of a line
 
 # What is over these limits today. Figures may only fall; within its limit a name leaves the list.
-LONG_FILES = {"nanomegatron/config/hf.py": 284}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
     "config.pickles.build_pickle": 51,
 }
