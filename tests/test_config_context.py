@@ -67,7 +67,7 @@ CP 2 --reset-attention-mask MICRO 2 | 2 | MICRO 2: must be 1 for documents (--re
 LENGTHS MICRO 2 | 1 | MICRO 2: must be 1 with LENGTHS, which packs documents
 LENGTHS PP 2 | 2 | LENGTHS: not with PP greater than 1, whose messages are all of one size
 CP 2 DYNAMIC | 2 | DYNAMIC: needs LENGTHS, documents of different lengths
-CP 6 DYNAMIC LENGTHS | 6 | DYNAMIC: has groups of 2, 4, 8 ... ranks; CP 6 must be such a number, 4 or 8
+CP 6 DYNAMIC LENGTHS | 6 | DYNAMIC: has groups of 2, 4, 8 ... ranks; CP 6 must be such a number
 CP 2 DYNAMIC LENGTHS PP 2 | 4 | DYNAMIC, LENGTHS: not with PP greater than 1
 CP 2 DYNAMIC LENGTHS --data-parallel-sharding-strategy optim_grads | 2 | DYNAMIC: not with | use optim
 CP 2 DYNAMIC LENGTHS --trace-dir t | 2 | DYNAMIC: not with --trace-dir | use --profile

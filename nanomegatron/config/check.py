@@ -127,7 +127,6 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     mode = config.faults.rerun_mode
     strange = [rank for rank in run.profile_ranks if rank >= world]
     exact = config.precision.deterministic_mode or device != "cuda"
-    saves = config.checkpoint.save_interval or config.checkpoint.non_persistent_save_interval
     yield from those_that_hold(
         (
             file and Path(file).exists(),
@@ -147,10 +146,6 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
             f"--rerun-mode {mode}: add --deterministic-mode, so that a step run again gives the same bits",
         ),
         (
-            config.faults.on_spike == "rollback" and not saves,
-            "--on-spike rollback: needs --save-interval, for a checkpoint to return to; or take skip",
-        ),
-        (
             run.record_memory_history and device != "cuda",
             "--record-memory-history: needs a GPU, whose allocations it records",
         ),
@@ -159,8 +154,9 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
 
 def _names_a_folder(name: str) -> bool:
     """Whether a folder in runs/ may have this name on every file system, and be shown in every terminal."""
-    taken = not name.strip(".") or name == "latest"
-    return name.isprintable() and "/" not in name and len(name.encode()) <= 200 and not taken
+    if "/" in name or name.strip(".") in ("", "latest"):
+        return False
+    return name.isprintable() and len(name.encode()) <= 200
 
 
 def resolve(config: Config, world_size: int) -> Config:

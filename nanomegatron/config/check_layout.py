@@ -107,7 +107,6 @@ def _sequences(config: Config) -> Iterator[str]:
     several = data.micro_batch_size > 1
     dropout = config.model.attention_dropout
     most, length = parallel.max_seqlen_per_dp_cp_rank or data.seq_length, data.seq_length
-    less = 1 << cp.bit_length() - 1
     yield from those_that_hold(
         (several and packed, f"{micro} with --variable-seq-lengths, which packs documents"),
         (
@@ -119,9 +118,8 @@ def _sequences(config: Config) -> Iterator[str]:
             f"--attention-dropout {dropout}: there is none with {CP} {cp}; set --attention-dropout 0",
         ),
         (
-            parallel.dynamic_context_parallel and less != cp,
-            "--dynamic-context-parallel: has groups of 2, 4, 8 ... ranks; "
-            f"{CP} {cp} must be such a number, {less} or {2 * less}",
+            parallel.dynamic_context_parallel and cp.bit_count() != 1,
+            f"--dynamic-context-parallel: has groups of 2, 4, 8 ... ranks; {CP} {cp} must be such a number",
         ),
         (
             cp > 1 and parallel.dynamic_context_parallel and most * cp < length,

@@ -20,6 +20,9 @@ class FaultConfig:
         "warn",
         "loss or gradient norm far above the last ones: warn, skip the update, or return to the last save",
         choices="warn skip rollback",
+        needs={
+            "rollback": "--save-interval or --non-persistent-save-interval, for a checkpoint to return to"
+        },
     )
     spike_deviations: float = fault(
         10.0,

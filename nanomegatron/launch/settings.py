@@ -66,15 +66,13 @@ def with_text(parsed: Parsed, embedded: Callable[[], Any]) -> DataConfig:
     load = parsed.config.checkpoint.load
     if data.data_path or data.data_args_path or data.train_data_path or data.mock_data:
         return data
-    if load and is_hf_folder(load):
+    if load and (is_hf_folder(load) or megatron_folder(load, parsed.config.checkpoint.ckpt_step)):
         raise ConfigError(
             [
-                f"--load {load}: give --data-path, data that nanomegatron preprocess made with "
-                f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
+                f"--load {load}: give --data-path, data that nanomegatron preprocess made with its tokenizer "
+                f"(of Hugging Face: --tokenizer-type HuggingFaceTokenizer --tokenizer-model {load})"
             ]
         )
-    if load and megatron_folder(load, parsed.config.checkpoint.ckpt_step):
-        raise ConfigError([f"--load {load}: give --data-path, data made with the tokenizer of that model"])
     given = {"tokenizer_type": data.tokenizer_type, "split": data.split}
     changed = [spelled(name, value) for name, value in given.items() if value != getattr(DataConfig, name)]
     if changed:
