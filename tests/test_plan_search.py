@@ -19,7 +19,6 @@ from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.rules import values_of
 from nanomegatron.plan import memory
 from nanomegatron.plan.cluster import load_cluster
-from nanomegatron.plan.draw import BAR_WIDTH, bar, memory_parts, signs
 from nanomegatron.plan.layer import Machine, Sizes, sizes_of
 from nanomegatron.plan.layer_time import LayerTimes, layer_times
 from nanomegatron.plan.memory import OpOrder, StageChunk, chunk_memory, memory_of_ranks, pipeline_order
@@ -123,18 +122,6 @@ def test_experts_are_cut_over_tp_if_they_are_wide():
         fits, others = searched(f"--config {model} --vocab-size 32000 --global-batch-size 256", 32)
         found = {c.run.config.parallel.expert_tensor_parallel_size or 1 for c in fits + others}
         assert found == sizes, model
-
-
-def test_fp8_is_shown_and_never_chosen(capsys):
-    def lines(more: str) -> list[str]:
-        assert plan.main(f"--config llama3-8b --bf16 --vocab-size 128256 --gpus 8 {more}".split()) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8 ")]
-
-    (line,) = lines("--gpu h100 --global-batch-size 128")
-    times, flags = re.search(r"(\S+) times as fast: (.*)", line).groups()
-    run = parse(f"--config llama3-8b --bf16 --mock-data --global-batch-size 128 {flags}".split()).config
-    assert 1.1 < float(times) < 1.6 and run.precision.fp8_format and not validate(run, 8, "cuda")
-    assert lines("--gpu a100") == lines("--gpu h100 --fp8-format hybrid") == []
 
 
 def test_tensor_parallelism_stays_inside_a_node():
@@ -260,16 +247,6 @@ def test_what_candidates_share_is_what_each_has(flags, world):
             assert chunk_memory(own, StageChunk(3), 1000) == chunk_memory(shared, StageChunk(3), 1000)
 
 
-def test_bars_are_divided_like_their_parts():
-    best = searched(EIGHT_B, 8)[0][0]
-    parts = memory_parts(best, 80)
-    line, by_name = bar(parts), signs(parts)
-    assert len(line) == BAR_WIDTH and sum(parts.values()) == pytest.approx(80)
-    assert len({*by_name.values()}) == len(by_name)
-    for name, size in parts.items():
-        assert abs(line.count(by_name[name]) - BAR_WIDTH * size / 80) <= 1
-
-
 def test_layouts_behind_the_best_are_in_the_order_of_their_times():
     search = Search(parse(EIGHT_B.split()), 128256, 8, H100)
     fits = search.run()[0][:5]
@@ -336,8 +313,8 @@ def test_the_memory_is_that_of_the_options(capsys):
     for options, size in (("--gpu 'A100 40GB'", 40), ("--gpu h100 --gpu-memory 60", 60), ("--gpu h100", 80)):
         assert plan.main(shlex.split(f"{EIGHT_B} --gpus 8 {options}")) == 0
         lines = capsys.readouterr().out.splitlines()
-        memory = next(line for line in lines if line.startswith("memory"))
-        assert f"of {size} GiB" in memory and float(memory.split()[1]) <= FILLED * size
+        search, together = (next(x for x in lines if word in x) for word in ("search ", "  together "))
+        assert f"of {size} GiB" in search and max(map(float, together.split()[1:])) <= FILLED * size
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 from nanomegatron.config.check import resolve, validate
@@ -27,7 +26,6 @@ from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
 from nanomegatron.plan.cluster import CLUSTERS, Cluster, load_cluster
-from nanomegatron.plan.draw import text_bars
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
@@ -128,9 +126,9 @@ def chosen_cluster(args: argparse.Namespace, gib: float | None) -> Cluster | Non
 
 
 def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cluster: Cluster) -> int:
-    """Search, and print the best layouts, why others lost, bars and the command line; returns the exit code.
+    """Search, and print the best layouts, why others lost, the plan and the command of the best.
 
-    Raises ConfigError for wrong flags.
+    Returns the exit code. Raises ConfigError for wrong flags.
     """
     if parsed.errors:
         raise ConfigError(list(parsed.errors))
@@ -168,27 +166,14 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         show(HEADS, *map(layout_row, best))
         print(f"        the best first; a further dimension or recomputation has to gain {COMPLEXITY:.1%}")
         show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *lost]))
-        show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
+        run = best[0].run
+        show(*memory_table(memory_of_ranks(*run[:3])), *simulated(run, cluster))
         print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
     else:
         show(*(lost_row(c, c, found.room) for c in lost))
         need = f"{6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
         print(f"no fit  weights and gradients alone take {need}; take more GPUs, or larger ones")
     return 0 if best else 1
-
-
-def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
-    """Yield a line on the layout in FP8, which changes results and so is never chosen."""
-    config, fp8 = search.config, dict(fp8_format="hybrid", fp8_recipe="delayed")
-    possible = config.dtype_name == "bfloat16" and fp8["fp8_recipe"] in search.cluster.matmuls
-    if config.precision.fp8_format or not possible:
-        return
-    other = search.fitting(best.changes | fp8)
-    if other and other.step and not validate(other.run.config, search.world, "cuda"):
-        step = step_time(other.run, search.cluster)
-        if step.total < best.step.total:
-            times = best.step.total / step.total
-            yield f"fp8     {step.total * 1e3:,.1f} ms, {times:.2f} times as fast: {other.flags()}"
 
 
 def show(*lines: str) -> None:
