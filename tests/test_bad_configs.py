@@ -377,7 +377,7 @@ finally:
 
 
 TRAIN = ["--foo", "--num-layers 100000000", "--help all", "--tp 2 --device cpu"]
-GENERATE = ["--top-k -1", "--pp 2 --nproc 3", "--prompt-file x"]
+GENERATE = ["--top-k -1", "--pp 2 --nproc 3"]
 WRONG = [f"train.py {flags}" for flags in TRAIN]
 WRONG += [f"nanomegatron/__main__.py generate --load x {flags}" for flags in GENERATE]
 WRONG += ["preprocess.py --workers 0 --input x --output-prefix y --tokenizer-type ByteTokenizer"]

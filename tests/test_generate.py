@@ -347,13 +347,11 @@ def run_main(monkeypatch, capsys, *flags, stdin: str = "") -> tuple[int, str, st
     return code, *capsys.readouterr()
 
 
-def test_flags(trained, tmp_path, monkeypatch, capsys):
+def test_flags(trained, monkeypatch, capsys):
     root, models = trained
-    file = tmp_path / "prompt.txt"
-    file.write_text("class A:\n")
     flags = "--max-new-tokens 9 --temperature 1.3 --top-k 0 --top-p 0.9 --seed 4 --num-samples 2"
     flags += " --ckpt-step 10"
-    where = ("--load", root, "--prompt", "a", "--prompt-file", file)
+    where = ("--load", root, "--prompt", "a", "--prompt", "class A:\n")
     code, out, _ = run_main(monkeypatch, capsys, *where, *flags.split())
     prompts = ["a", "a", "class A:\n", "class A:\n"]
     expected = continued(models[10], prompts, 9, temperature=1.3, top_k=0, top_p=0.9, seed=4)
@@ -428,7 +426,6 @@ def test_text_comes_in_whole_characters():
         (["--parse-special-tokens"], 2, "--parse-special-tokens: ByteTokenizer has none in a text"),
         (["--num-samples", 0], 2, "--num-samples 0: give 1 or more"),
         (["--max-new-tokens", 0], 2, "--max-new-tokens 0: give 1 or more"),
-        (["--prompt-file", "nowhere.txt"], 2, "--prompt-file nowhere.txt: no such file; give a text file"),
         (["--prompt", "x", "--max-new-tokens", 99], 0, "; the model's 64 positions are full\n"),
         (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 --pp 1 on 4 processes"),
         (["--tp", 2], 2, "give --prompt"),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanomegatron.commands.runs import aligned, find_run, only_evaluated, state_of
+from nanomegatron.commands.runs import aligned, find_run, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import values_of
@@ -52,10 +52,11 @@ def main(argv: list[str]) -> int:
     add("--picture", "--png", type=Path, metavar="FILE", help="draw the losses: a .png, .svg or .pdf")
     args = parser.parse_args(argv)
     try:
-        runs = [read_run(word) for word in words_of_runs(args.runs)]
-        tables, (words, largest) = [fact_table(runs), settings_table(runs)], differences(runs)
+        runs = [read_run(word) for word in dict.fromkeys(args.runs)]
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-        print("\n\n".join([*(aligned(table, width) for table in tables), *map(escaped, words)]))
+        tables = [aligned(table, width) for table in (fact_table(runs), settings_table(runs))]
+        words, largest = differences(runs)
+        print("\n\n".join([*tables, *map(escaped, words)]))
         if args.picture:
             draw_curves(runs, args.picture).figure.savefig(args.picture)
             print(f"picture {args.picture}")
@@ -70,17 +71,6 @@ def main(argv: list[str]) -> int:
         print(f"--rtol {args.rtol:g}: the largest difference is {largest:.1e}", file=sys.stderr)
         return 1
     return 0
-
-
-def words_of_runs(words: Sequence[str]) -> list[str]:
-    """Leave out runs that have only evaluated, with a note; all if there is no other."""
-    every = dict.fromkeys(words)
-    left_out = [word for word in every if only_evaluated(word)]
-    if len(left_out) == len(every):
-        return left_out
-    for word in left_out:
-        print(f"note    {escaped(word)} has trained nothing and is left out: see its evals.jsonl")
-    return [word for word in every if word not in left_out]
 
 
 def read_run(word: str) -> RecordedRun:

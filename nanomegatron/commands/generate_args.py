@@ -10,7 +10,7 @@ from nanomegatron.config.help import CommandParser
 from nanomegatron.config.megatron_args import checkpoint_folder, why_no_checkpoint
 from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.config.user_files import escaped, read_text
+from nanomegatron.config.user_files import escaped
 
 TOKENIZER_FLAGS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
@@ -43,7 +43,6 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
         default=[],
         help="text to continue, may be repeated; none: read stdin, one prompt a line",
     )
-    add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
     add("--max-new-tokens", type=int, default=200, help="longest continuation; default 200 tokens")
     add(
         "--temperature",
@@ -103,9 +102,6 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
         for flag in ("tokenizer_model", "vocab_file", "merge_file"):
             if not args.tokenizer_type and (file := getattr(args, flag)):
                 raise ValueError(f"--{flag.replace('_', '-')} {file}: give --tokenizer-type as well")
-        args.prompt += [read_text(name) for name in args.prompt_file]
-    except FileNotFoundError as error:
-        parser.error(f"--prompt-file {error.filename}: no such file; give a text file, or --prompt TEXT")
     except ValueError as error:
         parser.error(str(error))
     if not args.prompt and args.nproc > 1:

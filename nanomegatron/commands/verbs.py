@@ -6,13 +6,13 @@
 The programs lie beside the package in a checkout, and in its folder programs/ where it is installed.
 """
 
-import difflib
 import importlib
 import runpy
 import sys
 from pathlib import Path
 
 from nanomegatron import __version__
+from nanomegatron.config.help import did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Verb: the program or module, and what it does.
@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(overview())
         return 0
-    close = difflib.get_close_matches(name, COMMANDS, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = did_you_mean(name, COMMANDS)
     print(f"nanomegatron: no command {name!r}{hint}\n\n{overview()}", file=sys.stderr)
     return 2
 
