@@ -1,6 +1,5 @@
 """`nanomegatron doctor`: the lines of this machine, and of machines that are imitated here."""
 
-import json
 import resource
 import shutil
 import subprocess
@@ -22,10 +21,12 @@ CODES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
 
 
 def lines(capsys, code: int = 0) -> dict[str, str]:
-    """What the command prints, by the name of the finding, its mark first."""
-    assert main(["--json"]) == code
-    found = json.loads(capsys.readouterr().out)["findings"]
-    return {f["name"]: " | ".join(v for k, v in f.items() if k != "name") for f in found}
+    """What the command finds, by the name of the finding, its mark first."""
+    assert main([]) == code
+    printed = capsys.readouterr().out
+    found = [*doctor.examine()]
+    assert all(f"{mark:<6}{name:<14}" in printed for mark, name, *_ in found)
+    return {name: " | ".join([mark, *words]) for mark, name, *words in found}
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_this_machine_fits_one_screen():
 
 def test_a_wrong_flag_has_exit_code_2(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["--jsn"])
+        main(["--fix"])
 
 
 def test_torch_that_cannot_be_imported_is_a_line(capsys, monkeypatch):

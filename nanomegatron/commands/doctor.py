@@ -5,7 +5,6 @@ ok    as it should be       note  a run works, but slower or without something  
 
 import importlib
 import itertools
-import json
 import os
 import platform
 import re
@@ -36,16 +35,12 @@ Findings = Iterator[tuple[str, ...]]  # mark, name, what was found; its cost and
 def main(argv: list[str]) -> int:
     """Print the report; returns 0 if a run can work here, else 1."""
     parser = CommandParser(prog="nanomegatron doctor", description="Check this machine.")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON, for a bug report")
-    args, found = parser.parse_args(argv), [*examine()]
+    parser.parse_args(argv)
+    found = [*examine()]
     marks = Counter(mark for mark, *_ in found)
-    if args.json:
-        findings = [dict(zip(("mark", "name", "found", "cost", "fix"), f)) for f in found]
-        print(json.dumps({"version": __version__, "findings": findings}, indent=1))
-    else:
-        print(f"nanomegatron {__version__} in {Path(__file__).resolve().parents[1]}")
-        print(*(as_text(*finding) for finding in found), sep="\n")
-        print(f"{'no' if marks['bad'] else 'a'} run works here: {marks['bad']} bad, {marks['note']} to note")
+    print(f"nanomegatron {__version__} in {Path(__file__).resolve().parents[1]}")
+    print(*(as_text(*finding) for finding in found), sep="\n")
+    print(f"{'no' if marks['bad'] else 'a'} run works here: {marks['bad']} bad, {marks['note']} to note")
     return 1 if marks["bad"] else 0
 
 
