@@ -31,6 +31,10 @@ class ParamGroup(NamedTuple):
         """Return the elements of its largest bucket."""
         return min(self.params, config.parallel.bucket_size(self.ranks))
 
+    def shards(self, config: Config) -> int:
+        """Return the ranks that divide its optimizer states."""
+        return 1 if config.parallel.sharding == "no_shard" else self.ranks
+
 
 def in_backward(
     config: Config, sizes: Sizes, groups: list[ParamGroup], layers: list[int], rows: int, microbatches: int
@@ -69,11 +73,11 @@ def in_the_end(config: Config, sizes: Sizes, groups: list[ParamGroup], rows: int
         return 0.0
     params, copies = sum(group.params for group in groups), _copies(config, sizes)
     summed = 2 * _in_flight(config, groups) if sharding == "optim_grads" else params  # or all buckets at once
-    ranks = [group.ranks if sharding != "no_shard" else 1 for group in groups]
     cast = sum(kind == "bf16" for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     cast += sizes.grad_item < 4 and sharding != "optim_grads"  # whose sums in shards are fp32
     updates, largest = [0.0], 0.0
-    for group, shards in zip(groups, ranks, strict=True):
+    for group in groups:
+        shards = group.shards(config)
         updates.append(group.bucket(config) * (4 * cast / shards - sizes.item * copies))
         largest = max(largest, group.params / shards)
     norm = 8 * min(largest, _largest_part(sizes, rows)) * (not sizes.machine.gpu)

@@ -179,12 +179,11 @@ def expert_weights(sizes: Sizes, layers: list[int]) -> int:
 def _states(config: Config, group: ParamGroup) -> dict[str, float]:
     """The same for one group of parameters."""
     params, ranks, fp8 = group
-    parallel, optimizer = config.parallel, config.optimizer
+    optimizer, shared = config.optimizer, group.shards(config)
     item = ITEMSIZE[config.dtype_name]
-    shared = ranks if parallel.sharding != "no_shard" else 1
     on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
     grads = params * ITEMSIZE[config.grad_dtype_name]
-    if parallel.sharding == "optim_grads":
+    if config.parallel.sharding == "optim_grads":
         grads = params * 4 / ranks
     if config.run.eval_only:
         return {"weights": params * item, "FP8 weights": 2 * fp8}

@@ -25,9 +25,9 @@ from typing import NamedTuple
 from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.plan.cluster import Cluster
-from nanomegatron.plan.flops import flops_per_iteration, parameter_count, stage_layers
+from nanomegatron.plan.flops import flops_per_iteration, stage_layers
 from nanomegatron.plan.gpus import device_peak
-from nanomegatron.plan.gradients import REDUCTIONS
+from nanomegatron.plan.gradients import REDUCTIONS, ParamGroup
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
 from nanomegatron.plan.layer_time import (
     EXPERT_KERNELS,
@@ -37,7 +37,7 @@ from nanomegatron.plan.layer_time import (
     layer_times,
     stage_time,
 )
-from nanomegatron.plan.memory import OpOrder, expert_weights, known_schedule, pipeline_order
+from nanomegatron.plan.memory import OpOrder, known_schedule, param_groups, pipeline_order
 from nanomegatron.plan.room import Planned
 from nanomegatron.schedules import Timeline, simulate
 
@@ -113,11 +113,11 @@ def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTim
     own = [layer for stage in slowest for layer in layers[stage]]
     parts["launches"] = launches(run, cluster, own, microbatches, busy)
     ends = 0 in slowest, last in slowest
-    params = parameter_count(config.model, vocab, sizes.tp, own, *ends, experts=0), expert_weights(sizes, own)
+    groups = param_groups(config, sizes, vocab, own, ends)
     forward = sum(seconds[stage][0] for stage in slowest)
     f_and_b = forward, micro.total() - forward
-    parts["dp communication"] += data_parallel(config, sizes, cluster, params, f_and_b, microbatches)
-    parts["optimizer"] = optimizer(config, cluster, sizes, params)
+    parts["dp communication"] += data_parallel(config, sizes, cluster, groups, f_and_b, microbatches)
+    parts["optimizer"] = optimizer(config, cluster, groups)
     return StepTime({part: parts[part] for part in STEP_PARTS}, run, cluster)
 
 
@@ -186,25 +186,30 @@ def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, 
 
 
 def data_parallel(
-    config: Config, sizes: Sizes, cluster: Cluster, params: tuple, micro: tuple, microbatches: int
+    config: Config,
+    sizes: Sizes,
+    cluster: Cluster,
+    groups: list[ParamGroup],
+    micro: tuple,
+    microbatches: int,
 ) -> float:
     """Return the exposed seconds of reducing gradients and gathering parameters.
 
-    params: of the rank, dense ones and experts'; micro: its seconds of F, and of B and W, in one microbatch.
+    groups: of the rank, dense and experts'; micro: its seconds of F, and of B and W, in one microbatch.
     """
     parallel, (forward, backward) = config.parallel, micro
-    shards = sizes.shards(config)
     grad, item = ITEMSIZE[config.grad_dtype_name], sizes.item
     item = 1 if parallel.sharding != "no_shard" and config.precision.optimizer_casts(True) else item
     strides = sizes.tp, sizes.etp * parallel.expert_model_parallel_size
     reduce = gather = writes = 0.0
-    for count, ranks, stride in zip(params, shards, strides, strict=True):
+    for (count, ranks, _), stride in zip(groups, strides, strict=True):
         back = grad if parallel.sharding == "no_shard" else item
         reduce += cluster.collective(count * grad, ranks, stride) + cluster.move(count * grad) * (ranks > 1)
         gather += cluster.collective(count * back, ranks, stride) + cluster.move(count * back) * (ranks > 1)
         writes += cluster.move(count * grad + count / ranks * (grad + 8))  # zeros, and the sum of the shard
     behind = backward * parallel.overlap_grad_reduce, forward * parallel.overlap_param_gather
-    buckets = max(1, sum(params) // parallel.bucket_size(shards[0])) if any(behind) else 1
+    params = sum(group.params for group in groups)
+    buckets = max(1, params // parallel.bucket_size(groups[0].ranks))
     hidden = sum(min(x * (1 - 1 / (1 + buckets)), y) for x, y in zip((reduce, gather), behind, strict=True))
     if parallel.sharding == "optim_grads":
         in_forward = min(forward, reduce * min(1, REDUCTIONS / buckets))
@@ -213,14 +218,13 @@ def data_parallel(
     return reduce + gather - hidden + CONTENTION * hidden
 
 
-def optimizer(config: Config, cluster: Cluster, sizes: Sizes, params: tuple[int, int]) -> float:
-    """Return the seconds of the norm of the gradients and AdamW. params: dense ones and experts'."""
-    parallel, offload = config.parallel, config.optimizer
-    shards = (1, 1) if parallel.sharding == "no_shard" else sizes.shards(config)
-    own = params[0] / shards[0] + params[1] / shards[1]
+def optimizer(config: Config, cluster: Cluster, groups: list[ParamGroup]) -> float:
+    """Return the seconds of the norm of the gradients and AdamW."""
+    offload = config.optimizer
+    own = sum(group.params / group.shards(config) for group in groups)
     there = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
     on_host = own * there * (6 / cluster.host_link + STEP_BYTES / cluster.host_bandwidth)
-    grad = "fp32" if parallel.sharding == "optim_grads" else config.grad_dtype_name  # sums in shards are fp32
-    twice = offload.exp_avg_dtype, offload.exp_avg_sq_dtype, grad  # each moved twice
+    grad = "fp32" if config.parallel.sharding == "optim_grads" else config.grad_dtype_name
+    twice = offload.exp_avg_dtype, offload.exp_avg_sq_dtype, grad  # each moved twice; sums in shards are fp32
     moved = STEP_BYTES - 4 * sum(kind.startswith("bf") for kind in twice)
     return cluster.move(moved * own * (1 - there)) + on_host
