@@ -64,7 +64,6 @@ class Health(Observer):
         self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
-        self.culprit = ""  # what was not finite in the last bad step
         self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
@@ -135,14 +134,10 @@ class Health(Observer):
         culprit, in_states = self.first_not_finite(step)
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
         if self.run.mesh.rank == 0:
+            said = f"{text}; its update was skipped"
             if searching and not in_states:
                 said = f"{which}: {too_large(step.loss_scale)}"
-            elif self.streak.now and culprit == self.culprit:
-                said = f"{which}: the same again; its update was skipped"
-            else:
-                said = f"{text}; its update was skipped"
             self.run.log.warn(said)
-        self.culprit = culprit
         if not searching or in_states:
             self.streak.add(step.batch.iteration, text)
         if in_states:
