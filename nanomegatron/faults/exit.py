@@ -20,7 +20,7 @@ from nanomegatron.faults import launch
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import FolderLost, lock
 from nanomegatron.faults.signals import PREEMPTED
-from nanomegatron.report.log import HANG, LOST_PEER, RunLog
+from nanomegatron.report.log import LOST_PEER, RunLog
 from nanomegatron.report.status import read_status, write_status
 
 DONE, BAD_CONFIG = 0, 2
@@ -48,7 +48,7 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     kinds = CODES if begun else CODES | {ValueError: BAD_CONFIG}
     code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
     if isinstance(error, FolderLost) and not log.is_main:
-        log.leave(None)
+        log.leave()
     if code != 1:
         first = log.status("failed", exit_code=code, message=str(error))
         tell_torchrun(escaped(str(error)))
@@ -100,8 +100,6 @@ def said_by_rank(path: Path, began: str) -> str:
     message = str(facts.get("message"))
     if facts.get("state") != "failed" or message.startswith(LOST_PEER) or str(facts.get("time")) < began:
         return ""
-    if message.startswith(HANG):  # it is long, and a rank has just printed it
-        message = f"{HANG}, reported above and in {path}"
     return f"{facts['rank']} failed first: {message}"
 
 

@@ -78,21 +78,13 @@ class Held:
                 if os.path.samestat(found, os.fstat(self.file.fileno())):
                     return ""
             owner, _, number = path.read_text(encoding="utf-8", errors="replace").partition(", run ")
-            if number.strip() == str(self.number):
-                return ""
-            return f"is used by {owner.strip() or 'another run'}"
         except (FileNotFoundError, NotADirectoryError):
-            return f"was moved to {now}" if (now := self.moved_to()) else "was removed or moved"
+            return "was removed or moved"
         except OSError:
             return ""
-
-    def moved_to(self) -> Path | None:
-        """Return where the folder is now, if the system (Linux) says it and it is still there."""
-        with suppress(OSError):
-            path = Path(os.readlink(f"/proc/self/fd/{self.file.fileno()}"))
-            if os.path.samestat(path.stat(), os.fstat(self.file.fileno())):
-                return path.parent
-        return None
+        if number.strip() == str(self.number):
+            return ""
+        return f"is used by another run ({owner.strip()})"
 
 
 class Locks(ExitStack):
@@ -108,13 +100,6 @@ class Locks(ExitStack):
         if lost:
             time.sleep(SECOND_LOOK)
         return [each for each in lost if each.lost()]
-
-    def run_folder(self) -> Path | None:
-        """Return where the run folder is now; None if it is gone, or was not locked."""
-        for each in self.held:
-            if each.name.startswith("--run-name"):
-                return each.moved_to() if each.lost() else each.folder
-        return None
 
 
 def claim(config: Config, mesh: Mesh, notes: list[str]) -> Locks:
@@ -194,23 +179,21 @@ def _locked(file: TextIO, notes: list[str] | None) -> bool:
 
 
 def not_seen(folders: dict[str, Path], number: int, mesh: Mesh) -> list[str]:
-    """Return a message for each folder in which a rank does not find rank 0's number. folders: by flag."""
+    """Return a message for each folder in which a rank does not find rank 0's number. folders: by flag.
+
+    Gathers a text over world for each.
+    """
     end = time.monotonic() + STALE
-    seen = [_sees(folder / LOCK, f", run {number}\n", end) for folder in folders.values()]
-    text = f"{socket.gethostname()} {''.join(str(int(found)) for found in seen)}"
-    rows = [text.split(" ") for text in all_gather_text(text, mesh.world, mesh.device)]
     errors = []
-    for i, (name, folder) in enumerate(folders.items()):
-        blind: dict[str, list[int]] = {}
-        for rank, (host, found) in enumerate(rows):
-            if found[i] == "0":
-                blind.setdefault(host, []).append(rank)
-        places = ", ".join(f"{host} (rank {' '.join(map(str, ranks))})" for host, ranks in blind.items())
+    for name, folder in folders.items():
+        seen = _sees(folder / LOCK, f", run {number}\n", end)
+        place = "" if seen else f"{socket.gethostname()} (rank {mesh.rank})"
+        blind = [text for text in all_gather_text(place, mesh.world, mesh.device) if text]
         fix = "give --save a folder that all machines share"
         if name.startswith("--run-name"):
             fix = "start in a folder that all machines share, or give --run-folder-per-host"
         if blind:
-            errors.append(f"{name}: {folder} of rank 0 on {rows[0][0]} is not the one on {places}; {fix}")
+            errors.append(f"{name}: {folder} of rank 0 is not the one on {', '.join(blind)}; {fix}")
     return errors
 
 

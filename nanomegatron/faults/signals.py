@@ -86,10 +86,10 @@ class Signals:
         return self.count > 0 or (self.file is not None and self.file.exists()) or bool(self.lost())
 
     def lost(self) -> list[Held]:
-        """Return the folders of the run that rank 0 has lost; its log follows the run's, or leaves it."""
+        """Return the folders of the run that rank 0 has lost; its log leaves the run's."""
         lost = self.locks.lost()
-        if lost:
-            self.log.leave(self.locks.run_folder())
+        if any(each.name.startswith("--run-name") for each in lost):
+            self.log.leave()
         return lost
 
     @property

@@ -197,9 +197,9 @@ class RunLog:
             with self.attempt(str(link)):
                 replace_link(link, self.folder.name)
 
-    def leave(self, folder: Path | None) -> None:
-        """The run's folder was moved to this one; None: it is gone, write no more files at its path."""
-        self.folder, self._gone = folder or self.folder, folder is None
+    def leave(self) -> None:
+        """The run's folder is gone: write no more files at its path."""
+        self._gone = True
 
     # Numbers
 
