@@ -9,10 +9,12 @@ is as it was, to the bit. It takes the time of a step without the update.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from nanomegatron import comm
+from nanomegatron.checkpoint.checkpoint import module_states
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
 from nanomegatron.faults.health import Health
 from nanomegatron.step import Training
@@ -31,6 +33,26 @@ def why_dead(run: Training, health: Health) -> str:
     )
 
 
+def small_state(run: Training) -> Callable[[], None]:
+    """Copy the small state that even a step without an update changes -> a function that restores it.
+
+    That is FP8 scales, biases of routers and the loss scale. The parameters are not copied.
+    """
+    scales, scaler = run.model.scales, run.optimizer.scaler
+    modules = {name: x.clone() for name, x in module_states(run.model).items()}
+    fp8 = fp8_state(scales)
+    numbers = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
+
+    def restore() -> None:
+        for name, x in module_states(run.model).items():
+            x.copy_(modules[name])
+        if scales is not None:
+            load_fp8_state(scales, fp8)
+        scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = numbers
+
+    return restore
+
+
 def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     """Return loss and gradient norm of an iteration's samples with the weights as they are; no update.
 
@@ -38,13 +60,11 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     step does.
     """
     now = run.progress.iteration
+    restore = small_state(run)
     scaler = run.optimizer.scaler
-    scales = run.model.scales
-    scale = scaler.scale
-    fp8 = fp8_state(scales)
     run.progress.iteration = iteration - 1
     if scaler.dynamic:
-        scaler.scale = torch.full_like(scale, scaler.minimum)
+        scaler.scale = torch.full_like(scaler.scale, scaler.minimum)
     microbatches = run.read(run.next_global_batch())
     run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
     run.buckets.zero_grad_buffer(len(microbatches))
@@ -54,9 +74,6 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     loss, norm = comm.read(torch.stack((total, run.optimizer.grad_norm())), run.mesh.world)
     run.mesh.observer.end_step()
     run.progress.iteration = now
-    scaler.scale = scale
-    if scales is not None:
-        scales.clear_step()
-        load_fp8_state(scales, fp8)
-        run.optimizer.cast_weights()
+    restore()
+    run.optimizer.cast_weights()
     return loss, norm

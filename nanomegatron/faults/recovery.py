@@ -16,36 +16,16 @@ from collections.abc import Callable
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
-from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
+from nanomegatron.checkpoint.checkpoint import latest_for_all
 from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.comm import all_gather_text
+from nanomegatron.faults.alive import small_state
 from nanomegatron.faults.health import BadSteps, Health, MachineFault
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.step import Training
 
 BEFORE = 7  # steps before a spike whose samples are skipped, too
 MOST_ROLLBACKS = 3  # to the same checkpoint
-
-
-def small_state(run: Training) -> Callable[[], None]:
-    """Copy the small state that even a step without an update changes -> a function that restores it.
-
-    That is FP8 scales, biases of routers and the loss scale. The parameters are not copied.
-    """
-    scales, scaler = run.model.scales, run.optimizer.scaler
-    modules = {name: x.clone() for name, x in module_states(run.model).items()}
-    fp8 = fp8_state(scales)
-    numbers = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
-
-    def restore() -> None:
-        for name, x in module_states(run.model).items():
-            x.copy_(modules[name])
-        if scales is not None:
-            load_fp8_state(scales, fp8)
-        scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = numbers
-
-    return restore
 
 
 def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepReport:
