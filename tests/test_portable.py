@@ -1,6 +1,6 @@
 """The package imports and trains where a system lacks what not all have.
 
-Hidden from every process: fork (and so the fork server), file locks, memory limits, torch's symmetric memory.
+Hidden from every process: file locks, memory limits, torch's symmetric memory; of a single one fork, too.
 Others are absent here anyway: CUDA, and extras, which no module imports at its top (test_style.py).
 """
 
@@ -14,9 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDE = """
-import multiprocessing, multiprocessing.context, os, sys
-for name in ("fcntl", "resource", "torch.distributed._symmetric_memory", "multiprocessing.forkserver"):
+import sys
+for name in ("fcntl", "resource", "torch.distributed._symmetric_memory"):
     sys.modules[name] = None
+"""
+NO_FORK = """
+import multiprocessing, multiprocessing.context, os
+sys.modules["multiprocessing.forkserver"] = None
 for name in ("fork", "forkserver"):
     multiprocessing.context._concrete_contexts.pop(name)
 multiprocessing.set_start_method("spawn")
@@ -31,7 +35,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("nproc, more", [(1, ""), (2, "--fast-paths --use-distributed-optimizer")])
 def test_it_trains(nproc, more, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    (tmp_path / "sitecustomize.py").write_text(HIDE + NO_FORK * (nproc == 1))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, ROOT / "train.py", *FLAGS.split(), *more.split(), "--nproc", str(nproc)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

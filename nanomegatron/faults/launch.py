@@ -5,7 +5,7 @@
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
 from a process that has computed with threads hangs. They rendezvous through a file in a temporary folder and
 communicate over the loopback interface. If one fails the others are stopped, and none outlives the launcher.
-If the system has no fork, each rank is a new interpreter, which takes seconds.
+A system without fork (none that has POSIX signals) runs only one rank.
 
 A signal is never lost. Before there are ranks it ends the launcher; from then on the launcher notes it and
 passes it on. The fork server blocks signals, and so do its ranks at first: a signal that comes
@@ -135,18 +135,13 @@ def start_fork_server(preload: list[str]) -> None:
 
 
 def _context(worker: Callable[..., int]) -> multiprocessing.context.BaseContext:
-    """Return the multiprocessing context: a fork server that is ready, or spawn if the system has no fork.
+    """Return the multiprocessing context, with a fork server that is ready.
 
     The server imports the worker's module, and with it all that ranks need.
     """
-    try:
-        context = multiprocessing.get_context("forkserver")
-        with _chdir_to_sources(worker):
-            start_fork_server(["nanomegatron.faults.launch", worker.__module__])
-    except (ValueError, ImportError):
-        with _blocked():
-            resource_tracker.ensure_running()
-        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    with _chdir_to_sources(worker):
+        start_fork_server(["nanomegatron.faults.launch", worker.__module__])
     ready = context.Process(target=int)  # a signal before it has started ends the launcher
     with _without_main(worker):
         ready.start()
