@@ -10,10 +10,8 @@ nothing, and the elements are mapped into memory. So are the optimizer's states,
 groups have the parameters in the model's order. Those in distrib_optim.pt are not read.
 """
 
-import math
 import mmap
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 
 from nanomegatron.checkpoint.blocks import open_file
-from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES
+from nanomegatron.checkpoint.files import DTYPES
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -35,10 +33,10 @@ from nanomegatron.checkpoint.manifest import (
     check_manifest,
     entry_name,
 )
-from nanomegatron.config.megatron_args import LEGACY, args_of_state, pickled_state
-from nanomegatron.config.pickles import Name, Record
+from nanomegatron.checkpoint.torch_dist import check_archive, elements_at
+from nanomegatron.config.megatron_args import LEGACY, PICKLE_BYTES, args_of_state, pickled_state
+from nanomegatron.config.pickles import Record
 
-RANKS = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 BY_ROWS = re.compile(r"(.*\.)?(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
 BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")
@@ -50,29 +48,20 @@ STORAGES = {
     "torch.HalfStorage": torch.float16,
     "torch.BFloat16Storage": torch.bfloat16,
 }
-
-
-@dataclass(frozen=True)
-class Strided:
-    """A tensor of a file: its elements begin at `begin` of the storage `member` of the zip file."""
-
-    member: str
-    dtype: torch.dtype
-    begin: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+# What a file that has another content than Megatron's may lead to.
+ERRORS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class RankFile:
     """What one rank has saved; `chunks`: its model, or one for each of its virtual stages."""
 
-    path: Path
     tp: int
     pp: int
     ep: int
-    chunks: list[dict[str, Strided]]
+    chunks: list[dict[str, torch.Tensor]]
     optimizer: Any  # of the pickle
+    storages: dict[str, torch.Tensor]  # bytes
 
 
 def read_legacy(folder: Path) -> Manifest:
@@ -84,13 +73,13 @@ def read_legacy(folder: Path) -> Manifest:
             state = pickled_state(path)
             args = args or args_of_state(state)
             ranks.append(_rank_file(path, state, args))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        except ERRORS as error:
+            raise CheckpointError(f"{path}: cannot be read ({error!s:.200})") from None
     tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and etp not in (None, tp):
         raise CheckpointError(f"{folder}: not read with expert tensor parallel size {etp}, others {tp}")
     states, notes = _all_states(folder, ranks, args)
-    tensors: dict[str, list] = {}
+    parts: dict[str, dict[int, tuple[int, torch.Tensor]]] = {}
     first = _first_layers(ranks)
     for number, rank in enumerate(ranks):
         for virtual, chunk in enumerate(rank.chunks):
@@ -98,43 +87,59 @@ def read_legacy(folder: Path) -> Manifest:
                 if name == "output_layer.weight" and not args.get("untie_embeddings_and_output_weights"):
                     continue  # the last stage's copy of the embedding
                 key = _global_name(name, first[virtual, rank.pp], rank, chunk)
-                for before, x in [("", tensor), *states[number].get((virtual, name), {}).items()]:
-                    tensors.setdefault(before + key, []).append((rank, number, x))
-    found, entries = {}, {}
-    for key, parts in tensors.items():
-        found[key] = _assemble(key, parts, bool(args.get("swiglu")), entries)
-    files = {number: SavedFile(rank.path.stat().st_size, "") for number, rank in enumerate(ranks)}
+                for before, x in {"": tensor, **states[number].get((virtual, name), {})}.items():
+                    # Of copies, on other expert ranks or stages, the first.
+                    parts.setdefault(before + key, {}).setdefault(rank.tp, (number, x))
+    files = {number: SavedFile(path.stat().st_size, "") for number, path in enumerate(paths)}
+    entries: dict[str, torch.Tensor] = {}
     try:
+        found = {key: _assemble(key, parts[key], bool(args.get("swiglu")), entries) for key in parts}
         check_manifest(found, files)
-    except CheckpointError as error:
+    except (*ERRORS, CheckpointError) as error:
         raise CheckpointError(f"{folder}: {error}; are all mp_rank_* there?") from None
-    format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "paths": paths, "notes": notes}
+    format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "notes": notes}
     return Manifest(0, {}, "", found, files, format)
 
 
 def _rank_file(path: Path, state: dict[str, Any], args: dict[str, Any]) -> RankFile:
-    tp, *rest = (int(n) for n in RANKS.fullmatch(path.parent.name).groups() if n is not None)
-    pipelined = args.get("pipeline_model_parallel_size", 1) > 1
-    pp = rest.pop(0) if pipelined and rest else 0
-    ep = rest.pop(0) if rest else 0
-    names = [key for key in ("model", *(f"model{i}" for i in range(64))) if key in state]
-    if not names:
+    tp, *rest = map(int, path.parent.name.split("_")[2:])
+    if args.get("pipeline_model_parallel_size", 1) == 1:
+        rest.insert(0, 0)
+    pp, ep, *_ = [*rest, 0, 0]
+    storages = _mapped_storages(path)
+    models = [state[key] for key in state if re.fullmatch(r"model\d*", key)]
+    if not models:
         raise ValueError("it has no model")
-    return RankFile(path, tp, pp, ep, [dict(_tensors(state[name])) for name in names], state.get("optimizer"))
+    chunks = [dict(_tensors(model, storages)) for model in models]
+    return RankFile(tp, pp, ep, chunks, state.get("optimizer"), storages)
+
+
+def _mapped_storages(path: Path) -> dict[str, torch.Tensor]:
+    """The bytes of each member of a file of torch.save, by its number: read only when accessed."""
+    with open_file(path) as file:
+        check_archive(file, PICKLE_BYTES)
+        members = [info for info in zipfile.ZipFile(file).infolist() if info.file_size]
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    found = {}
+    for info in members:
+        begin = elements_at(mapped, info)
+        data = mapped[begin : begin + info.file_size]
+        found[info.filename.rpartition("/")[2]] = torch.frombuffer(data, dtype=torch.uint8)
+    return found
 
 
 def _all_states(folder: Path, ranks: list[RankFile], args: dict[str, Any]) -> tuple[list[dict], list[str]]:
     """Return the states of each rank by (virtual stage, parameter), none if one's are not read; and notes."""
     try:
         return [dict(_states(rank, args)) for rank in ranks], []
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except ERRORS as error:
         distributed = any(folder.glob("mp_rank_*/distrib_optim.pt"))
         why = "they are in distrib_optim.pt; save as torch_dist" if distributed else repr(error)[:200]
         return [{} for _ in ranks], [f"{folder}: its weights only, no optimizer states: {why}"]
 
 
-def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, str], dict[str, Strided]]]:
-    """Yield a parameter's states by what is before its name. Raises ValueError and others if they differ."""
+def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, str], dict]]:
+    """Yield a parameter's states by what is before its name. Raises ERRORS if they differ."""
     apart = args.get("expert_model_parallel_size", 1) > 1  # an optimizer of their own for experts
     params: dict[tuple[bool, bool], list] = {}
     for i, chunk in enumerate(rank.chunks):
@@ -146,13 +151,15 @@ def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, s
     for one in saved if rank.optimizer else ():
         inner, main = one.get("optimizer", one), one.get("fp32_from_fp16_params")
         for index, group in enumerate(inner["param_groups"]):
-            mains = _tensors({str(i): x for i, x in enumerate(main[index] if main else ())})
+            mains = iter(main[index] if main else ())
             marks = bool(group["wd_mult"]), bool(group.get("is_expert_parallel"))
             for (place, x), number in zip(params[marks], group["params"], strict=True):
-                states = dict(_tensors(inner["state"][number]))
-                found = {f"optimizer.state.{kind}.": states[kind] for kind in ("exp_avg", "exp_avg_sq")}
+                states = {
+                    f"optimizer.state.{k}.": inner["state"][number][k] for k in ("exp_avg", "exp_avg_sq")
+                }
                 if main and x.dtype != torch.float32:
-                    found["optimizer.state.fp32_param."] = next(mains, ("", None))[1]
+                    states["optimizer.state.fp32_param."] = next(mains, None)
+                found = {before: _tensor(state, rank.storages) for before, state in states.items()}
                 if {state.shape for state in found.values()} != {x.shape}:
                     raise ValueError(
                         f"the states of parameter {number} are not of the shape of {place[1][:80]}"
@@ -160,24 +167,29 @@ def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, s
                 yield place, found
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Strided]]:
-    """Yield the tensors of a state dict, by names without those of wrappers."""
-    model = model.contents if isinstance(model, Record) else model
+def _tensors(model: Any, storages: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state dict, by names without those of wrappers; no extra states."""
+    model = model.items if isinstance(model, Record) else model
     for name, value in model.items():
-        if isinstance(value, Record) and value.name == "torch._tensor._rebuild_from_type_v2":
-            value = Record(value.args[0].text, value.args[2])  # it has attributes
-        if isinstance(value, Record) and value.name.startswith("torch._utils._rebuild_parameter"):
-            value = value.args[0]
-        if not isinstance(value, Record) or value.name != "torch._utils._rebuild_tensor_v2":
-            continue  # extra states: None, or bytes
-        storage, begin, shape, stride = value.args[:4]
-        (_, kind, member, *_) = storage.args[0]
         name = GROUPED.sub(r"\1.local_experts.\3.\2.weight", name.removeprefix("module."))
-        if "_extra_state" in name or not isinstance(kind, Name) or kind.text not in STORAGES:
-            continue
-        if not all(type(n) is int and 0 <= n < 2**62 for n in (begin, *shape, *stride)):
-            raise ValueError(f"{name[:80]}: its sizes are no numbers")
-        yield name, Strided(str(member), STORAGES[kind.text], begin, tuple(shape), tuple(stride))
+        tensor = _tensor(value, storages)
+        if tensor is not None and "_extra_state" not in name:
+            yield name, tensor
+
+
+def _tensor(value: Any, storages: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that a value of the pickle is, or None. Raises RuntimeError if it leaves its storage."""
+    match value:
+        case Record("torch._tensor._rebuild_from_type_v2", (function, _, args, *_)):  # it has attributes
+            return _tensor(Record(function.name, args), storages)
+        case Record("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state", args):
+            return _tensor(args[0], storages)
+        case Record("torch._utils._rebuild_tensor_v2", (Record("storage", (pid,)), begin, shape, stride, *_)):
+            _, kind, member, *_ = pid
+            if kind.name in STORAGES:
+                whole = storages[member].view(STORAGES[kind.name])
+                return torch.atleast_1d(whole.as_strided(shape, stride, begin))
+    return None
 
 
 def _first_layers(ranks: list[RankFile]) -> dict[tuple[int, int], int]:
@@ -193,7 +205,7 @@ def _first_layers(ranks: list[RankFile]) -> dict[tuple[int, int], int]:
     return first
 
 
-def _global_name(name: str, layer: int, rank: RankFile, chunk: dict[str, Strided]) -> str:
+def _global_name(name: str, layer: int, rank: RankFile, chunk: dict[str, torch.Tensor]) -> str:
     if match := LOCAL_EXPERT.fullmatch(name):
         alike = {found[2] for other in chunk if (found := LOCAL_EXPERT.fullmatch(other))}
         name = f"{match[1]}{int(match[2]) + rank.ep * len(alike)}{match[3]}"
@@ -202,56 +214,28 @@ def _global_name(name: str, layer: int, rank: RankFile, chunk: dict[str, Strided
     return name
 
 
-def _assemble(key: str, parts: list, gated: bool, entries: dict) -> SavedTensor:
-    """Return the global tensor of its parts, those of tp ranks in order, and note where each part is."""
-    by_rank = {}
-    for rank, *rest in parts:  # of copies, on other expert ranks or stages, the first
-        by_rank.setdefault(rank.tp, rest)
-    dim = 0 if BY_ROWS.fullmatch(key) else 1 if BY_COLUMNS.fullmatch(key) else None
-    ordered = [by_rank[tp] for tp in sorted(by_rank)][: None if dim is not None else 1]
-    tensor = ordered[0][-1]
+def _assemble(key: str, parts: dict, gated: bool, entries: dict[str, torch.Tensor]) -> SavedTensor:
+    """Return the global tensor of its parts by tp rank, each (file, tensor), and note each box's elements."""
+    ordered = [parts[tp] for tp in sorted(parts)]
+    if not (BY_ROWS.fullmatch(key) or BY_COLUMNS.fullmatch(key)):
+        ordered = ordered[:1]  # all are the same
+    dim = 1 if BY_COLUMNS.fullmatch(key) else 0
+    halves = 2 if gated and BY_ROWS.fullmatch(key) and ".linear_fc1." in key else 1
+    tensor = ordered[0][1]
     shape = list(tensor.shape)
-    if dim is not None:
-        shape[dim] *= len(ordered)
-    halves = 2 if gated and ".linear_fc1." in key else 1
+    shape[dim] *= len(ordered)
     boxes = {}
     for at, (number, part) in enumerate(ordered):
-        for half in range(halves):
-            extent, corner, begin = list(part.shape), [0] * len(shape), 0
-            if dim is not None:
-                extent[dim] //= halves
-                corner[dim] = (half * len(ordered) + at) * extent[dim]
-                begin = half * extent[dim]
-            box = Rectangle(tuple(corner), tuple(extent))
-            boxes[box] = [Range(0, math.prod(extent), number)]
-            entries[entry_name(key, box)] = part, begin
+        for half, elements in enumerate(part.chunk(halves, dim)):
+            corner = [0] * len(shape)
+            corner[dim] = (half * len(ordered) + at) * elements.shape[dim]
+            box = Rectangle(tuple(corner), tuple(elements.shape))
+            boxes[box] = [Range(0, elements.numel(), number)]
+            entries[entry_name(key, box)] = elements
     return SavedTensor(DTYPES[tensor.dtype], tuple(shape), boxes)
 
 
 @contextmanager
 def legacy_reader(folder: Path, manifest: Manifest, number: int) -> Iterator[Callable]:
-    """Open a rank's file, mapped into memory: a `Reader` of files.py, of Megatron's tensors."""
-    path = manifest.format["paths"][number]
-    with open_file(path) as file:
-        members = {info.filename: info for info in zipfile.ZipFile(file).infolist()}
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    (root,) = [name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")]
-
-    def entry(key: str, r: Rectangle, dtype: str) -> torch.Tensor:
-        part, begin = manifest.format["entries"][entry_name(key, r)]
-        try:
-            info = members[f"{root}data/{part.member}"]
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("compressed")
-            names = struct.unpack_from("<HH", mapped, info.header_offset + 26)
-            start = info.header_offset + 30 + sum(names)
-            elements = mapped[start : start + info.file_size]
-            flat = torch.frombuffer(elements, dtype=torch.uint8).view(part.dtype)
-            whole = flat.as_strided(part.shape, part.stride, part.begin)
-            if (whole.dtype, len(r.shape)) != (TORCH_DTYPES[dtype], whole.dim()):
-                raise ValueError("another type")
-        except (LookupError, ValueError, TypeError, RuntimeError, struct.error) as error:
-            raise CheckpointError(f"{path}: {key}: {str(error).partition(chr(10))[0][:200]}") from None
-        return whole[begin : begin + r.shape[0]]
-
-    yield entry
+    """A `Reader` of files.py, of Megatron's tensors, which are mapped already."""
+    yield lambda key, r, dtype: manifest.format["entries"][entry_name(key, r)]

@@ -10,7 +10,7 @@
 
 Ranks write on their own, and rank 0 makes `.metadata` of the manifest. A load of ours maps the files into
 memory and copies the slices that it needs: nothing is unpickled. A folder without our manifest, saved by
-another program, gives its weights: there `.metadata` is read by `dcp_metadata.py`, and each entry that is
+another program, gives its weights: there `.metadata` is read by config/pickles.py, and each entry that is
 needed by torch.load with weights_only=True. No hash says whether such a folder is damaged.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nanomegatron.checkpoint.blocks import open_file, write_blocks
-from nanomegatron.checkpoint.dcp_metadata import DCP_CLASSES, METADATA_LIMIT, dcp_pickle, read_pickle
+from nanomegatron.checkpoint.dcp_metadata import dcp_pickle
 from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_shard, write_rank
 from nanomegatron.checkpoint.folder import MANIFEST, index_path
 from nanomegatron.checkpoint.manifest import (
@@ -47,10 +47,12 @@ from nanomegatron.checkpoint.manifest import (
     rank_file,
     sizes,
 )
+from nanomegatron.config.pickles import build_pickle
 
 DISTCP = re.compile(r"__[0-9]{1,7}_[0-9]{1,7}\.distcp")
 OURS = "nanomegatron"  # in the metadata of our folders, which are nothing without their manifest
 ALIGNMENT = 64  # bytes; of the tensors in a file, as torch.save aligns them in its own
+METADATA_LIMIT = 64 * 2**20  # bytes; reading takes about a second for 4 MiB
 PICKLE_LIMIT = 64 * 2**10  # bytes of the pickle beside a tensor's elements
 
 
@@ -81,7 +83,9 @@ def write_distcp(
             buffer = io.BytesIO()
             torch.save(copied(piece), buffer)
             size = buffer.seek(0, io.SEEK_END)
-            places[piece.entry] = (begin, size, begin + elements_at(buffer))
+            with zipfile.ZipFile(buffer) as archive:
+                (info,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+            places[piece.entry] = (begin, size, begin + elements_at(buffer.getbuffer(), info))
             buffer.seek(0, io.SEEK_END)
             begin += size + buffer.write(bytes(-size % ALIGNMENT))
             yield buffer.getbuffer()
@@ -90,12 +94,10 @@ def write_distcp(
     write_rank(folder, rank, chunks(), tensors, {"name": "torch_dist", "entries": entries})
 
 
-def elements_at(buffer: io.BytesIO) -> int:
-    """The offset of the elements in what torch.save wrote for one tensor, a zip file of stored members."""
-    with zipfile.ZipFile(buffer) as archive:
-        (found,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-    names = struct.unpack_from("<HH", buffer.getbuffer(), found.header_offset + 26)
-    return found.header_offset + 30 + sum(names)
+def elements_at(archive: memoryview, info: zipfile.ZipInfo) -> int:
+    """The offset of a member's bytes in a zip file, whose members are not compressed."""
+    names = struct.unpack_from("<HH", archive, info.header_offset + 26)
+    return info.header_offset + 30 + sum(names)
 
 
 def write_metadata(
@@ -166,7 +168,7 @@ def read_foreign(folder: Path) -> Manifest:
     try:
         if len(data) > METADATA_LIMIT:
             raise CheckpointError(f"more than {METADATA_LIMIT} bytes")
-        state = read_pickle(data).state
+        state = build_pickle(data).state
         if (about := state.get("storage_meta")) and about.state["save_id"] == OURS:
             raise CheckpointError(f"{MANIFEST} is missing beside it")
         tensors, entries = _foreign_tensors(state)
@@ -199,9 +201,9 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
     numbers = {name: number for number, name in enumerate(entries)}
     names = {str(dtype): name for dtype, name in DTYPES.items()}
     for key, saved in state["state_dict_metadata"].items():
-        if saved.name != f"{DCP_CLASSES}TensorStorageMetadata":
+        if not saved.name.endswith(".TensorStorageMetadata"):
             continue  # bytes: a pickle, which is never read
-        dtype = names[saved.state["properties"].state[0].text]
+        dtype = names[saved.state["properties"].state[0].name]
         found = SavedTensor(dtype, sizes(*saved.state["size"].args), {})
         if math.prod(found.shape):
             tensors[_text(key)] = found
