@@ -1,5 +1,6 @@
 """Conversion in slices: memory, types, several files, --verify, interruptions."""
 
+import io
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from nanomegatron.checkpoint import blocks, convert_target, manifest, megatron_w
 from nanomegatron.checkpoint import files as shards
 from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.convert_source import open_hf, open_ours
+from nanomegatron.checkpoint.torch_dist import read_foreign
 from nanomegatron.config.cli import from_toml
 from tests.checkpoints import ALONE
 from tests.hf_models import data, hugging_face, logit_error, transformers
@@ -91,6 +93,10 @@ def test_values_that_fp16_does_not_have(tmp_path, capsys):
     assert "cast to bf16, to the bit" in capsys.readouterr().out
 
 
+def whole(stream: streams.Stream) -> torch.Tensor:
+    return torch.cat(list(stream.slices()))
+
+
 def test_fp32_is_read_from_the_main_parameters(tmp_path):
     trained_here(tmp_path / "ckpt", dtype=torch.bfloat16, **LLAMA)
     source = open_ours(tmp_path / "ckpt", None)
@@ -98,7 +104,7 @@ def test_fp32_is_read_from_the_main_parameters(tmp_path):
     assert len(main) == len(source.tensors)
     assert run(tmp_path / "ckpt", tmp_path / "theirs", "hf", "--dtype", "fp32", "--verify") == 0
     for name, stream in open_hf(tmp_path / "theirs").tensors.items():
-        assert torch.equal(stream.read(), main[f"main/{name}"].read())
+        assert torch.equal(whole(stream), whole(main[f"main/{name}"]))
 
 
 def test_the_main_parameters_of_a_cast_run_are_its_weights(tmp_path):
@@ -107,8 +113,8 @@ def test_the_main_parameters_of_a_cast_run_are_its_weights(tmp_path):
     cast = source.cast(torch.bfloat16)
     for name, stream in source.tensors.items():
         assert f"main/{name}" not in source.streams
-        assert torch.equal(cast.streams[f"main/{name}"].read(), stream.read())
-        assert torch.equal(cast.tensors[name].read(), stream.read().bfloat16())
+        assert torch.equal(whole(cast.streams[f"main/{name}"]), whole(stream))
+        assert torch.equal(whole(cast.tensors[name]), whole(stream).bfloat16())
 
 
 @torch.no_grad()
@@ -167,15 +173,30 @@ def test_verify_compares_what_is_on_disk(tmp_path, monkeypatch, capsys, source, 
 
         monkeypatch.setattr(convert_target, "write_streams", negated)
     else:
-        usual = megatron_write.Group.assemble
-        monkeypatch.setattr(
-            megatron_write.Group,
-            "assemble",
-            lambda group, piece: usual(group, piece) + ("linear_fc2" in piece.key),
-        )
+        usual = megatron_write.their_stream
+
+        def other(kind, parts, streams):
+            found = usual(kind, parts, streams)
+            return found.map(torch.neg, torch.float32) if parts[0][0] == name else found
+
+        monkeypatch.setattr(megatron_write, "their_stream", other)
     assert convert.main(words) == 2
     assert "linear_fc2.weight is not what was read" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "theirs"]
+
+
+def test_a_slice_for_megatron_is_written_without_the_rest_of_its_tensor(tmp_path, monkeypatch):
+    """torch.save writes all that a view is of: here a weight file of Hugging Face, mapped into memory."""
+    monkeypatch.setattr(streams, "SLICE", 1000)
+    save_theirs(hugging_face("llama"), tmp_path / "theirs")
+    paths = ("--input-path", str(tmp_path / "theirs"), "--output-path", str(tmp_path / "out"))
+    assert convert.main(["--source", "hf", "--target", "megatron-core", *paths]) == 0
+    folder = tmp_path / "out/release"
+    for file, places in read_foreign(folder).format["entries"].items():
+        data = (folder / file).read_bytes()
+        for begin, length, _ in places.values():
+            found = torch.load(io.BytesIO(data[begin : begin + length]), weights_only=True)
+            assert found.untyped_storage().nbytes() == found.nbytes < 2000
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])

@@ -70,6 +70,7 @@ class Spot:
 
     key: str
     index: tuple[int, ...]
+    first: tuple[int, ...]  # the sizes of these dims
     rows: tuple[RowRun, ...]
     shape: tuple[int, ...]  # of theirs without the first dims
     transposed: bool = False
@@ -79,14 +80,15 @@ def spots(name: str, shape: Sequence[int], model: TransformerConfig) -> Iterator
     """Yield the places that our tensor of this global shape may have in Megatron's checkpoints."""
     transposed = name.endswith("weight_t")
     size, *rest = shape[::-1] if transposed else shape
-    rows, total = _rows(name, size, model)
     stem = PART.sub(lambda match: f".{match[1].split('.')[0]}.", name.removesuffix("_t"))
-    for key, index in _keys(stem):
-        yield Spot(key, index, rows, (total, *rest), transposed)
+    forms = [("", *_rows(name, size, model))]
     if half := re.search(r"linear_fc1\.(gate|up)\.", name):  # each with a name of its own
+        forms.append(({"gate": "_w", "up": "_v"}[half[1]], (RowRun(0, 0, size),), size))
+    sizes = (model.num_layers, model.num_experts)
+    for suffix, rows, total in forms:
         for key, index in _keys(stem):
-            suffix = {"gate": "_w", "up": "_v"}[half[1]]
-            yield Spot(key + suffix, index, (RowRun(0, 0, size),), (size, *rest), transposed)
+            first = sizes[1:] if LAYER.match(key) else sizes
+            yield Spot(key + suffix, index, first[: len(index)], rows, (total, *rest), transposed)
 
 
 def _rows(name: str, size: int, model: TransformerConfig) -> tuple[tuple[RowRun, ...], int]:
@@ -162,7 +164,7 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
             key = before + prefix + spot.key
             if key not in tensors:
                 continue
-            if wrong := _misshapen(key, spot, tensors[key], model):
+            if wrong := _misshapen(key, spot, tensors[key]):
                 errors += wrong  # once: its states have the same shape
                 break
             boxes = dict(_boxes(f"{kind}/{name}", theirs[key], spot, tensors[key], moves))
@@ -181,12 +183,9 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
     return Manifest(step, {}, "", found, source.files, format)
 
 
-def _misshapen(key: str, spot: Spot, saved: SavedTensor, model: TransformerConfig) -> list[str]:
+def _misshapen(key: str, spot: Spot, saved: SavedTensor) -> list[str]:
     """What is wrong with the shape of Megatron's tensor; a vocabulary may be padded."""
-    first = (model.num_layers, model.num_experts)[: len(spot.index)]
-    if len(spot.index) == 1 and ".mlp.experts.experts." in key and LAYER.search(key):
-        first = (model.num_experts,)
-    wanted, shape = (*first, *spot.shape), tuple(saved.shape)
+    wanted, shape = (*spot.first, *spot.shape), tuple(saved.shape)
     padded = spot.key in VOCAB and shape[1:] == wanted[1:] and shape[0] >= wanted[0]
     if shape == wanted or padded:
         return []

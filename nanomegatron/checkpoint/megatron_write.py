@@ -23,10 +23,10 @@ import copy
 import io
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ import torch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
-from nanomegatron.checkpoint.streams import SLICE, Stream
+from nanomegatron.checkpoint.streams import Stream, joined
 from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
@@ -73,17 +73,11 @@ def write_megatron(
     folder = root / (f"iter_{iteration:07d}" if iteration else "release")
     folder.mkdir(parents=True)
     layers = our_layers(config, vocab_size)
-    sizes = first_dims(layers)
     why = lacking(config, state, {key.partition("/")[0] for key in streams})
     files = list(itertools.product(["model"] if why else PREFIXES, layers))
     for rank, (kind, targets) in enumerate(files):
-        there = {
-            key: parts
-            for key, parts in targets.items()
-            if kind == "model" or f"exp_avg/{parts[0][0]}" in streams
-        }
-        group = Group(kind, there, sizes, streams)
-        write_distcp(folder, rank, group.pieces(), group.assemble)
+        write_slices(folder, rank, kind, targets, streams)
+    sizes = {key: parts[0][1].first for targets in layers for (key, _), parts in targets.items()}
     objects = extra_states(sizes)
     buffer = io.BytesIO()
     torch.save([None], buffer)
@@ -120,57 +114,38 @@ def our_layers(config: Config, vocab_size: int) -> list[Targets]:
     return [found[layer] for layer in sorted(found)]
 
 
-def first_dims(layers: list[Targets]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the first dims of each of Megatron's tensors: layers, experts."""
-    sizes: dict[str, tuple[int, ...]] = {}
-    for key, index in (target for targets in layers for target in targets):
-        last = sizes.get(key, (0,) * len(index))
-        sizes[key] = tuple(max(n, i + 1) for n, i in zip(last, index, strict=True))
-    return sizes
+def write_slices(folder: Path, rank: int, kind: str, targets: Targets, streams: Mapping[str, Stream]) -> None:
+    """Write a file of Megatron's tensors of a layer, of one kind: "model", or states of the optimizer."""
+    pieces, reads = [], {}
+    for (key, index), parts in targets.items():
+        if kind != "model" and f"exp_avg/{parts[0][0]}" not in streams:
+            continue  # it is not trained
+        stream = their_stream(kind, parts, streams)
+        whole, rest = (*parts[0][1].first, *stream.shape), stream.shape[1:]
+        for begin, end in stream.spans():
+            shape = (*(1 for _ in index), end - begin, *rest)
+            data = torch.empty(shape, dtype=stream.dtype, device="meta")
+            piece = Piece(PREFIXES[kind] + key, whole, (*index, begin, *(0 for _ in rest)), data)
+            pieces.append(piece)
+            reads[piece.entry] = partial(stream.rows, begin, end)
+
+    def copied(piece: Piece) -> torch.Tensor:
+        rows = reads[piece.entry]().view(piece.data.shape)
+        return rows.clone(memory_format=torch.contiguous_format)
+
+    write_distcp(folder, rank, pieces, copied)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Megatron's tensors in a file: of one layer and kind. sizes: `first_dims` of all tensors."""
-
-    kind: str  # "model", or a kind of the optimizer's states
-    targets: Targets
-    sizes: dict[str, tuple[int, ...]]
-    streams: Mapping[str, Stream]
-
-    def stream(self, name: str) -> Stream:
-        """Return our tensor; main parameters that are not saved are the weights."""
-        found = self.streams.get(f"{self.kind}/{name}", self.streams[f"model/{name}"])
-        return found if self.kind == "model" else found.map(torch.Tensor.float, torch.float32)
-
-    def pieces(self) -> list[Piece]:
-        """Return slices of each tensor, or expert, without memory for elements."""
-        found = []
-        for (key, index), parts in self.targets.items():
-            (size, *rest), dtype = parts[0][1].shape, self.stream(parts[0][0]).dtype
-            limit = size if parts[0][1].transposed else SLICE // (math.prod(rest) * dtype.itemsize)
-            for begin in range(0, size, max(1, limit)):
-                shape = (*(1 for _ in index), min(size - begin, max(1, limit)), *rest)
-                whole, offset = (*self.sizes[key], size, *rest), (*index, begin, *(0 for _ in rest))
-                data = torch.empty(shape, dtype=dtype, device="meta")
-                found.append(Piece(PREFIXES[self.kind] + key, whole, offset, data))
-        return found
-
-    def assemble(self, piece: Piece) -> torch.Tensor:
-        """Read the elements of one of the pieces."""
-        key = piece.key.removeprefix(PREFIXES[self.kind])
-        dims = len(self.sizes[key])
-        begin, size = piece.offset[dims], piece.data.shape[dims]
-        data = torch.empty(piece.data.shape[dims:], dtype=piece.data.dtype)
-        for name, spot in self.targets[key, piece.offset[:dims]]:
-            ours = self.stream(name)
-            for run in spot.rows:
-                low, high = max(begin, run.theirs), min(begin + size, run.theirs + run.count)
-                if low < high:
-                    first, last = (at + run.ours - run.theirs for at in (low, high))
-                    rows = ours.read().t()[first:last] if spot.transposed else ours.rows(first, last)
-                    data[low - begin : high - begin] = rows
-        return data.view(piece.data.shape)
+def their_stream(kind: str, parts: Parts, streams: Mapping[str, Stream]) -> Stream:
+    """Return Megatron's tensor of parts that are ours; main parameters that are not saved are the weights."""
+    runs = []
+    for name, spot in parts:
+        ours = streams.get(f"{kind}/{name}", streams[f"model/{name}"])
+        if kind != "model":
+            ours = ours.map(torch.Tensor.float, torch.float32)
+        rows = joined([ours], spot.transposed)
+        runs += [(run.theirs, rows.part(run.ours, run.count)) for run in spot.rows]
+    return joined([rows for _, rows in sorted(runs, key=itemgetter(0))])
 
 
 def extra_states(sizes: dict[str, tuple[int, ...]]) -> Iterator[str]:

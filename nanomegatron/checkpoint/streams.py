@@ -5,6 +5,7 @@
 One that is stored transposed, or in one piece of a Megatron-LM checkpoint, is read whole.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,16 +33,21 @@ class Stream:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slices(self) -> Iterator[torch.Tensor]:
-        """Read the tensor, slice by slice in order."""
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the rows of each slice, in order."""
         count = self.shape[0] if self.shape else 1
         step = count if self.whole else max(1, SLICE * count // max(1, self.nbytes))
         for begin in range(0, count, step):
-            yield self.rows(begin, min(begin + step, count))
+            yield begin, min(begin + step, count)
 
-    def read(self) -> torch.Tensor:
-        """Read the whole tensor."""
-        return self.rows(0, self.shape[0] if self.shape else 1)
+    def slices(self) -> Iterator[torch.Tensor]:
+        """Read the tensor, slice by slice in order."""
+        return itertools.starmap(self.rows, self.spans())
+
+    def part(self, first: int, count: int) -> "Stream":
+        """Return `count` of its rows."""
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, rows=lambda begin, end: self.rows(first + begin, first + end))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> "Stream":
         """Return one whose slices are changed as they are read, to this type."""
