@@ -177,7 +177,6 @@ FORGERIES = {
     "before its begin": (lambda s, t, p: p.update(offset=-1), "is not a size"),
     "huge entry": (lambda s, t, p: p.update(length=2**61), "is not F32"),
     "no length": (lambda s, t, p: p.pop("length"), "lacks what it must have"),
-    "compressed": (lambda s, t, p: p.update(transform_descriptors=["zstd"]), "are compressed"),
     "huge shape": (lambda s, t, p: t.update(size=size(2**40, 2**40)), "cover"),
     "many dims": (lambda s, t, p: t.update(size=size(*[1] * 1000)), "at most 6 sizes"),
     "negative": (lambda s, t, p: t.update(size=size(-8, 12)), "is not a size"),

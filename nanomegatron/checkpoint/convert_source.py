@@ -44,7 +44,6 @@ class SourceModel:
     config: Config
     streams: dict[str, Stream]
     state: dict[str, Any] = field(default_factory=dict)
-    iteration: int = 0
     folder: Folder | None = None
     notes: Sequence[str] = ()
 
@@ -60,6 +59,10 @@ class SourceModel:
     @property
     def vocab_size(self) -> int:
         return self.streams[f"model/{WORD_EMBEDDINGS}"].shape[0]
+
+    def only(self, kinds: str | tuple[str, ...]) -> "SourceModel":
+        """Return it with the tensors whose keys begin so."""
+        return replace(self, streams={key: x for key, x in self.streams.items() if key.startswith(kinds)})
 
     def nbytes(self, kinds: str | tuple[str, ...] = "") -> int:
         """Bytes of the tensors whose keys begin so; the optimizer's states are fp32."""
@@ -122,17 +125,13 @@ def open_hf(root: Path) -> SourceModel:
     parts = model_parts(config.model, config.data.vocab_size)
     found = folder.match(parts)
 
-    def ours(name: str) -> Stream:
-        place = found[name]
-        view = place.ours(folder.tensors[place.name])
-        return Stream(tuple(view.shape), view.dtype, lambda a, b: place.ours(folder.mapped(place.name))[a:b])
-
-    def theirs(name: str) -> Stream:
-        x = folder.tensors[name]
-        return Stream(tuple(x.shape), x.dtype, lambda a, b: folder.mapped(name)[a:b] if x.dim() else x)
+    def stream(name: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Stream:
+        x = view(folder.tensors[name])
+        return Stream(tuple(x.shape), x.dtype, lambda a, b: view(folder.mapped(name))[a:b] if x.dim() else x)
 
     rest = sorted(folder.tensors.keys() - {place.name for place in found.values()})
-    streams = {f"model/{name}": ours(name) for name in found} | {f"hf/{name}": theirs(name) for name in rest}
+    streams = {f"model/{name}": stream(place.name, place.ours) for name, place in found.items()}
+    streams |= {f"hf/{name}": stream(name, lambda x: x) for name in rest}
     precision = PrecisionConfig(**types(streams[f"model/{WORD_EMBEDDINGS}"].dtype))
     return SourceModel(root, replace(config, precision=precision), streams, folder=folder)
 
@@ -152,51 +151,42 @@ def open_ours(root: Path, step: int | None) -> SourceModel:
     config = from_toml(loaded.config)
     if f"model/{WORD_EMBEDDINGS}" not in streams:
         raise CheckpointError(f"{folder}: model/{WORD_EMBEDDINGS} is missing")
-    return SourceModel(root, config, streams, loaded.state, loaded.iteration, notes=loaded.notes)
+    return SourceModel(root, config, streams, loaded.state, notes=loaded.notes)
 
 
 def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     """Open a checkpoint of Megatron-LM; its args, or flags, say what the model is. Raises ValueError."""
     folder = megatron_folder(root, step)
     if folder is None:
-        ours = any(root.glob("iter_*/manifest.json"))
-        fix = "no .metadata and metadata.json, or mp_rank_*, in the iteration of the tracker or --ckpt-step"
-        fix = why_no_checkpoint(root, step) or f": {fix}"
-        fix = "; it is of nanomegatron, give --source nanomegatron" if ours else fix
+        files = "no .metadata and metadata.json, or mp_rank_*, in the iteration of the tracker or --ckpt-step"
+        fix = why_no_checkpoint(root, step) or f": {files}"
+        if any(root.glob("iter_*/manifest.json")):
+            fix = "; it is of nanomegatron, give --source nanomegatron"
         raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there{fix}")
     parsed = parse(["--load", str(folder), *flags])
     config = parsed.config
-    errors = list(parsed.errors)
-    if not errors and not config.data.vocab_size:
-        errors = [f"{folder}: it does not say how large the vocabulary is; give --vocab-size"]
-    if errors:
-        raise ValueError("\n  ".join(errors))
+    if parsed.errors:
+        raise ValueError("\n  ".join(parsed.errors))
+    if not config.data.vocab_size:
+        raise ValueError(f"{folder}: it does not say how large the vocabulary is; give --vocab-size")
     length = config.model.max_position_embeddings or config.data.seq_length
-    config = replace(config, model=replace(config.model, max_position_embeddings=length))
-    manifest = open_megatron(folder, config.model, config.data.vocab_size)
-    config = replace(config, checkpoint=replace(config.checkpoint, load=None))
-    found = streams_of(folder, manifest)
-    weights = {key: x for key, x in found.items() if key.startswith("model/")}
+    model = replace(config.model, max_position_embeddings=length)
+    config = replace(config, model=model, checkpoint=replace(config.checkpoint, load=None))
+    manifest = open_megatron(folder, model, config.data.vocab_size)
     notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
     if "--vocab-size" in " ".join(flags):
         notes.append(f"rows of the vocabulary from {config.data.vocab_size} on are left out, as padding")
+    source = SourceModel(root, config, streams_of(folder, manifest), notes=notes)
     iteration, samples = megatron_progress(folder)
-    resumes = samples is not None and any(key.startswith("exp_avg/") for key in found)
-    states, state = resumable(config, found, iteration, samples) if resumes else ({}, {})
-    return SourceModel(root, config, weights | states, state, manifest.iteration, notes=notes)
-
-
-def resumable(
-    config: Config, found: dict[str, Stream], iteration: int, samples: int
-) -> tuple[dict[str, Stream], dict[str, Any]]:
-    """Return the optimizer's states of a checkpoint of Megatron-LM, and the state, as a run here has them."""
-    mixed = config.precision.bf16 or config.precision.fp16
-    kinds = ("exp_avg/", "exp_avg_sq/", *(["main/"] if mixed else []))
-    states = {key: x for key, x in found.items() if key.startswith(kinds)}
-    states = main_from_weights(found) | states if mixed else states
-    scaler = scaler_numbers(LossScaler(config.precision, torch.device("cpu")))
+    if samples is None or not source.of_kind("exp_avg"):
+        return source.only("model/")
     state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
-    return states, state | {"optimizer": {"good_steps": iteration, "loss_scaler": scaler}}
+    scaler = scaler_numbers(LossScaler(config.precision, torch.device("cpu")))
+    state["optimizer"] = {"good_steps": iteration, "loss_scaler": scaler}
+    source = replace(source, state=state)
+    if config.precision.bf16 or config.precision.fp16:
+        return replace(source, streams=main_from_weights(source.streams) | source.streams)
+    return source.only(("model/", "exp_avg/", "exp_avg_sq/"))
 
 
 def streams_of(folder: Path, manifest: Manifest) -> dict[str, Stream]:

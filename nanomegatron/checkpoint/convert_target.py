@@ -53,8 +53,7 @@ def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
         raise ValueError(f"Megatron-LM has no model of {', '.join(lacking)}; give another --target")
     if missing := sorted(our_tensors(source.config.model, source.vocab_size).keys() - source.tensors.keys()):
         raise ValueError(f"{source.root} lacks {missing[0]}, which its model has")
-    about = source.config, source.vocab_size, source.iteration
-    yield from write_megatron(folder, *about, source.streams, source.state)
+    yield from write_megatron(folder, source.config, source.vocab_size, source.streams, source.state)
 
 
 def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> Iterator[str]:

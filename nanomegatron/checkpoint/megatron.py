@@ -174,13 +174,12 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
     if errors:
         lines = some(list(dict.fromkeys(errors)))
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *lines]))
-    step = int(folder.name.removeprefix("iter_")) if re.fullmatch(r"iter_\d+", folder.name) else 0
     format = {"name": "megatron", "foreign": True, "moves": moves, "source": source}
     format["notes"] = source.format.get("notes", [])
     if any(key.startswith("optimizer.distributed.") for key in tensors):
         why = "a distributed optimizer's without --dist-ckpt-optim-fully-reshardable"
         format["notes"] = [f"{folder}: its weights only, no optimizer states: they are {why}"]
-    return Manifest(step, {}, "", found, source.files, format)
+    return Manifest(0, {}, "", found, source.files, format)
 
 
 def _misshapen(key: str, spot: Spot, saved: SavedTensor) -> list[str]:

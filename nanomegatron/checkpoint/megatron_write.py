@@ -61,7 +61,6 @@ def write_megatron(
     root: Path,
     config: Config,
     vocab_size: int,
-    iteration: int,
     streams: Mapping[str, Stream],
     state: dict[str, Any],
 ) -> list[str]:
@@ -70,6 +69,7 @@ def write_megatron(
     streams: our tensors by key, "model/NAME" and those of the optimizer that there are; state: what a
     checkpoint of ours says besides tensors.
     """
+    iteration = state.get("iteration", 0)
     folder = root / (f"iter_{iteration:07d}" if iteration else "release")
     folder.mkdir(parents=True)
     layers = our_layers(config, vocab_size)

@@ -118,13 +118,18 @@ def write_metadata(
 # Reading.
 
 
+def open_distcp(folder: Path, name: str) -> BinaryIO:
+    """Open a file in the folder. Raises CheckpointError for a name that may lead elsewhere."""
+    if not DISTCP.fullmatch(name):
+        raise CheckpointError(f"file name {name[:80]!r} is not of the form __0_0.distcp")
+    return open_file(folder / name)
+
+
 @contextmanager
 def distcp_reader(folder: Path, manifest: Manifest, number: int) -> Iterator[Callable]:
     """Open a file, mapped into memory: a `Reader` of files.py."""
     name, places = list(manifest.format["entries"].items())[number]
-    if not DISTCP.fullmatch(name):
-        raise CheckpointError(f"file name {name[:80]!r} is not of the form __0_0.distcp")
-    with open_file(folder / name) as file:
+    with open_distcp(folder, name) as file:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def entry(key: str, r: Rectangle, dtype: str) -> torch.Tensor:
@@ -174,7 +179,7 @@ def read_foreign(folder: Path) -> Manifest:
         tensors, entries = _foreign_tensors(state)
         files = {}
         for number, name in enumerate(entries):
-            with open_file(folder / name) as file:
+            with open_distcp(folder, name) as file:
                 files[number] = SavedFile(os.fstat(file.fileno()).st_size, "")
         check_manifest(tensors, files)
     except CheckpointError as error:
@@ -189,15 +194,11 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
     """The tensors of DCP's tables, each chunk a box, and where they are: {file: {entry: place}}."""
     places, tensors = {}, {}
     for index, place in state["storage_data"].items():
-        if place.state.get("transform_descriptors"):
-            raise CheckpointError("its files are compressed")
         if offset := index.state.get("offset"):
             extent = sizes((place.state["offset"], place.state["length"]))
             key = _text(index.state["fqn"]), sizes(offset.args[0])
             places[key] = _text(place.state["relative_path"]), (*extent, None)
     entries = {name: {} for name in sorted({name for name, _ in places.values()})}
-    if wrong := [name for name in entries if not DISTCP.fullmatch(name)]:
-        raise CheckpointError(f"file name {wrong[0][:80]!r} is not of the form __0_0.distcp")
     numbers = {name: number for number, name in enumerate(entries)}
     names = {str(dtype): name for dtype, name in DTYPES.items()}
     for key, saved in state["state_dict_metadata"].items():
@@ -205,9 +206,10 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
             continue  # bytes: a pickle, which is never read
         dtype = names[saved.state["properties"].state[0].name]
         found = SavedTensor(dtype, sizes(*saved.state["size"].args), {})
-        if math.prod(found.shape):
-            tensors[_text(key)] = found
-        for chunk in saved.state["chunks"] if math.prod(found.shape) else ():
+        if not math.prod(found.shape):
+            continue
+        tensors[_text(key)] = found
+        for chunk in saved.state["chunks"]:
             box = Rectangle(*(sizes(*chunk.state[part].args) for part in ("offsets", "sizes")))
             name, place = places[key, box.offset]
             entries[name][entry_name(key, box)] = place
