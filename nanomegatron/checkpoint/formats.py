@@ -2,7 +2,7 @@
 
     sharded       rank_00000.safetensors       any layout loads it, nothing is a pickle       files.py
     torch_dist    __0_0.distcp, .metadata      any layout, and torch.distributed.checkpoint   torch_dist.py
-    torch         rank_00000.pt                the layout that saved it, and torch.load       this file
+    torch         rank_00000.pt                the layout that saved it, and torch.load       archive.py
 
 The manifest of a folder has its format; without one it is `sharded`. All else is common to them.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.blocks import open_file
+from nanomegatron.checkpoint.archive import open_archive
 from nanomegatron.checkpoint.files import (
     TORCH_DTYPES,
     Piece,
@@ -38,7 +38,6 @@ from nanomegatron.checkpoint.manifest import (
 from nanomegatron.checkpoint.megatron import megatron_reader
 from nanomegatron.checkpoint.torch_dist import (
     PICKLE_LIMIT,
-    check_archive,
     distcp_reader,
     plain_copy,
     read_foreign,
@@ -95,16 +94,14 @@ def torch_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callab
     """Open a rank's file, mapped into memory: a `Reader` of files.py."""
     path = folder / rank_file("torch", rank)
     try:
-        with open_file(path) as file:
-            check_archive(file, PICKLE_LIMIT * (1 + len(manifest.tensors)))
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["tensors"]
+        archive = open_archive(path, PICKLE_LIMIT * (1 + len(manifest.tensors)))
+        tensors = {key: archive.tensor(value) for key, value in archive.value["tensors"].items()}
     except Exception as error:  # of any kind: the file may be anything
         raise CheckpointError(f"{path}: {str(error).partition(chr(10))[0][:200]}") from None
 
     def entry(key: str, r: Rectangle, dtype: str) -> torch.Tensor:
         saved = tensors.get(entry_name(key, r))
-        found = isinstance(saved, torch.Tensor) and (saved.dtype, tuple(saved.shape))
-        if found != (TORCH_DTYPES[dtype], tuple(r.shape)):
+        if saved is None or (saved.dtype, tuple(saved.shape)) != (TORCH_DTYPES[dtype], tuple(r.shape)):
             raise CheckpointError(f"{path}: {entry_name(key, r)} is not {dtype} {list(r.shape)} there")
         return saved
 

@@ -5,14 +5,12 @@
         mp_rank_01_000/model_optim_rng.pt    what torch.save writes: a zip file of a pickle and of elements
 
 Each file has a model of its own: its layers begin at 0, its experts too, and its tensors are parts, cut by
-rows or columns; gate and up of SwiGLU are cut each. The pickle is read by config/pickles.py, which calls
-nothing, and the elements are mapped into memory. So are the optimizer's states, which have numbers there: its
+rows or columns; gate and up of SwiGLU are cut each. The files are read by archive.py, which calls nothing
+and maps the elements into memory. So are the optimizer's states, which have numbers there: its
 groups have the parameters in the model's order. Those in distrib_optim.pt are not read.
 """
 
-import mmap
 import re
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nanomegatron.checkpoint.blocks import open_file
+from nanomegatron.checkpoint.archive import Archive, open_archive
 from nanomegatron.checkpoint.files import DTYPES
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
@@ -33,23 +31,14 @@ from nanomegatron.checkpoint.manifest import (
     check_manifest,
     entry_name,
 )
-from nanomegatron.checkpoint.torch_dist import check_archive, elements_at
-from nanomegatron.config.megatron_args import LEGACY, PICKLE_BYTES, args_of_state, pickled_state
+from nanomegatron.config.megatron_args import LEGACY, PICKLE_BYTES, args_of_state
 from nanomegatron.config.pickles import Record
 
 BY_ROWS = re.compile(r"(.*\.)?(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(weight|bias)")
 BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")
-LOCAL_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
-LOCAL_EXPERT = re.compile(r"(.*\.mlp\.experts\.local_experts\.)(\d+)(\..*)")
-STORAGES = {
-    "torch.FloatStorage": torch.float32,
-    "torch.DoubleStorage": torch.float64,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-}
-# What a file that has another content than Megatron's may lead to.
-ERRORS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+LOCAL_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.)")
+LOCAL_EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -60,8 +49,7 @@ class RankFile:
     pp: int
     ep: int
     chunks: list[dict[str, torch.Tensor]]
-    optimizer: Any  # of the pickle
-    storages: dict[str, torch.Tensor]  # bytes
+    archive: Archive
 
 
 def read_legacy(folder: Path) -> Manifest:
@@ -70,10 +58,10 @@ def read_legacy(folder: Path) -> Manifest:
     args, ranks = {}, []
     for path in paths:
         try:
-            state = pickled_state(path)
-            args = args or args_of_state(state)
-            ranks.append(_rank_file(path, state, args))
-        except ERRORS as error:
+            archive = open_archive(path, PICKLE_BYTES)
+            args = args or args_of_state(archive.value)
+            ranks.append(_rank_file(path, archive, args))
+        except Exception as error:  # of any kind: the file may be anything
             raise CheckpointError(f"{path}: cannot be read ({error!s:.200})") from None
     tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and etp not in (None, tp):
@@ -83,10 +71,12 @@ def read_legacy(folder: Path) -> Manifest:
     first = _first_layers(ranks)
     for number, rank in enumerate(ranks):
         for virtual, chunk in enumerate(rank.chunks):
+            experts = len({match[2] for name in chunk if (match := LOCAL_EXPERT.search(name))})
             for name, tensor in chunk.items():
                 if name == "output_layer.weight" and not args.get("untie_embeddings_and_output_weights"):
                     continue  # the last stage's copy of the embedding
-                key = _global_name(name, first[virtual, rank.pp], rank, chunk)
+                key = _moved(name, LOCAL_LAYER, first[virtual, rank.pp])
+                key = _moved(key, LOCAL_EXPERT, rank.ep * experts)
                 for before, x in {"": tensor, **states[number].get((virtual, name), {})}.items():
                     # Of copies, on other expert ranks or stages, the first.
                     parts.setdefault(before + key, {}).setdefault(rank.tp, (number, x))
@@ -95,51 +85,35 @@ def read_legacy(folder: Path) -> Manifest:
     try:
         found = {key: _assemble(key, parts[key], bool(args.get("swiglu")), entries) for key in parts}
         check_manifest(found, files)
-    except (*ERRORS, CheckpointError) as error:
+    except Exception as error:
         raise CheckpointError(f"{folder}: {error}; are all mp_rank_* there?") from None
     format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "notes": notes}
     return Manifest(0, {}, "", found, files, format)
 
 
-def _rank_file(path: Path, state: dict[str, Any], args: dict[str, Any]) -> RankFile:
+def _rank_file(path: Path, archive: Archive, args: dict[str, Any]) -> RankFile:
     tp, *rest = map(int, path.parent.name.split("_")[2:])
     if args.get("pipeline_model_parallel_size", 1) == 1:
         rest.insert(0, 0)
     pp, ep, *_ = [*rest, 0, 0]
-    storages = _mapped_storages(path)
-    models = [state[key] for key in state if re.fullmatch(r"model\d*", key)]
+    models = [model for key, model in archive.value.items() if re.fullmatch(r"model\d*", key)]
     if not models:
         raise ValueError("it has no model")
-    chunks = [dict(_tensors(model, storages)) for model in models]
-    return RankFile(tp, pp, ep, chunks, state.get("optimizer"), storages)
-
-
-def _mapped_storages(path: Path) -> dict[str, torch.Tensor]:
-    """The bytes of each member of a file of torch.save, by its number: read only when accessed."""
-    with open_file(path) as file:
-        check_archive(file, PICKLE_BYTES)
-        members = [info for info in zipfile.ZipFile(file).infolist() if info.file_size]
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    found = {}
-    for info in members:
-        begin = elements_at(mapped, info)
-        data = mapped[begin : begin + info.file_size]
-        found[info.filename.rpartition("/")[2]] = torch.frombuffer(data, dtype=torch.uint8)
-    return found
+    return RankFile(tp, pp, ep, [dict(_tensors(archive, model)) for model in models], archive)
 
 
 def _all_states(folder: Path, ranks: list[RankFile], args: dict[str, Any]) -> tuple[list[dict], list[str]]:
     """Return the states of each rank by (virtual stage, parameter), none if one's are not read; and notes."""
     try:
         return [dict(_states(rank, args)) for rank in ranks], []
-    except ERRORS as error:
+    except Exception as error:
         distributed = any(folder.glob("mp_rank_*/distrib_optim.pt"))
         why = "they are in distrib_optim.pt; save as torch_dist" if distributed else repr(error)[:200]
         return [{} for _ in ranks], [f"{folder}: its weights only, no optimizer states: {why}"]
 
 
 def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, str], dict]]:
-    """Yield a parameter's states by what is before its name. Raises ERRORS if they differ."""
+    """Yield a parameter's states by what is before its name. Raises errors of any kind if they differ."""
     apart = args.get("expert_model_parallel_size", 1) > 1  # an optimizer of their own for experts
     params: dict[tuple[bool, bool], list] = {}
     for i, chunk in enumerate(rank.chunks):
@@ -147,8 +121,8 @@ def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, s
             marks = len(x.shape) > 1 and not name.endswith(".bias"), apart and ".experts." in name
             if not name.endswith("expert_bias"):
                 params.setdefault(marks, []).append(((i, name), x))
-    saved = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
-    for one in saved if rank.optimizer else ():
+    saved = rank.archive.value.get("optimizer") or []
+    for one in saved if isinstance(saved, list) else [saved]:
         inner, main = one.get("optimizer", one), one.get("fp32_from_fp16_params")
         for index, group in enumerate(inner["param_groups"]):
             mains = iter(main[index] if main else ())
@@ -159,7 +133,7 @@ def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, s
                 }
                 if main and x.dtype != torch.float32:
                     states["optimizer.state.fp32_param."] = next(mains, None)
-                found = {before: _tensor(state, rank.storages) for before, state in states.items()}
+                found = {before: rank.archive.tensor(state) for before, state in states.items()}
                 if {state.shape for state in found.values()} != {x.shape}:
                     raise ValueError(
                         f"the states of parameter {number} are not of the shape of {place[1][:80]}"
@@ -167,29 +141,14 @@ def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, s
                 yield place, found
 
 
-def _tensors(model: Any, storages: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(archive: Archive, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a state dict, by names without those of wrappers; no extra states."""
     model = model.items if isinstance(model, Record) else model
     for name, value in model.items():
         name = GROUPED.sub(r"\1.local_experts.\3.\2.weight", name.removeprefix("module."))
-        tensor = _tensor(value, storages)
-        if tensor is not None and "_extra_state" not in name:
-            yield name, tensor
-
-
-def _tensor(value: Any, storages: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The tensor that a value of the pickle is, or None. Raises RuntimeError if it leaves its storage."""
-    match value:
-        case Record("torch._tensor._rebuild_from_type_v2", (function, _, args, *_)):  # it has attributes
-            return _tensor(Record(function.name, args), storages)
-        case Record("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state", args):
-            return _tensor(args[0], storages)
-        case Record("torch._utils._rebuild_tensor_v2", (Record("storage", (pid,)), begin, shape, stride, *_)):
-            _, kind, member, *_ = pid
-            if kind.name in STORAGES:
-                whole = storages[member].view(STORAGES[kind.name])
-                return torch.atleast_1d(whole.as_strided(shape, stride, begin))
-    return None
+        tensor = archive.tensor(value)
+        if tensor is not None and tensor.is_floating_point() and "_extra_state" not in name:
+            yield name, torch.atleast_1d(tensor)
 
 
 def _first_layers(ranks: list[RankFile]) -> dict[tuple[int, int], int]:
@@ -197,21 +156,18 @@ def _first_layers(ranks: list[RankFile]) -> dict[tuple[int, int], int]:
     counts = {}
     for rank in ranks:
         for virtual, chunk in enumerate(rank.chunks):
-            layers = [int(match[2]) + 1 for name in chunk if (match := LOCAL_LAYER.fullmatch(name))]
+            layers = [int(match[2]) + 1 for name in chunk if (match := LOCAL_LAYER.match(name))]
             counts[virtual, rank.pp] = max(layers, default=0)
     first, total = {}, 0
     for stage in sorted(counts):
-        first[stage], total = total, total + counts[stage]
+        first[stage] = total
+        total += counts[stage]
     return first
 
 
-def _global_name(name: str, layer: int, rank: RankFile, chunk: dict[str, torch.Tensor]) -> str:
-    if match := LOCAL_EXPERT.fullmatch(name):
-        alike = {found[2] for other in chunk if (found := LOCAL_EXPERT.fullmatch(other))}
-        name = f"{match[1]}{int(match[2]) + rank.ep * len(alike)}{match[3]}"
-    if match := LOCAL_LAYER.fullmatch(name):
-        name = f"{match[1]}{int(match[2]) + layer}{match[3]}"
-    return name
+def _moved(name: str, number: re.Pattern, by: int) -> str:
+    """Return a name with a number in it that is larger by so much, if it has one."""
+    return number.sub(lambda match: f"{match[1]}{int(match[2]) + by}", name)
 
 
 def _assemble(key: str, parts: dict, gated: bool, entries: dict[str, torch.Tensor]) -> SavedTensor:

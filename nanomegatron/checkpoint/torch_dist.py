@@ -9,9 +9,9 @@
     torch.distributed.checkpoint.load({"model/w": torch.empty(8, 12)}, checkpoint_id="iter_0000120")
 
 Ranks write on their own, and rank 0 makes `.metadata` of the manifest. A load of ours maps the files into
-memory and copies the slices that it needs: nothing is unpickled. A folder without our manifest, saved by
-another program, gives its weights: there `.metadata` is read by config/pickles.py, and each entry that is
-needed by torch.load with weights_only=True. No hash says whether such a folder is damaged.
+memory and copies the slices that it needs. A folder without our manifest, saved by another program, gives its
+weights: there `.metadata` is read by config/pickles.py, and each entry that is needed by archive.py. Nothing
+is unpickled. No hash says whether such a folder is damaged.
 """
 
 import io
@@ -19,7 +19,6 @@ import math
 import mmap
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from nanomegatron.checkpoint.archive import Archive, elements_at
 from nanomegatron.checkpoint.blocks import open_file, write_blocks
 from nanomegatron.checkpoint.dcp_metadata import dcp_pickle
 from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_shard, write_rank
@@ -94,12 +94,6 @@ def write_distcp(
     write_rank(folder, rank, chunks(), tensors, {"name": "torch_dist", "entries": entries})
 
 
-def elements_at(archive: memoryview, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes in a zip file, whose members are not compressed."""
-    names = struct.unpack_from("<HH", archive, info.header_offset + 26)
-    return info.header_offset + 30 + sum(names)
-
-
 def write_metadata(
     folder: Path, ranks: int, by: str = OURS, objects: dict[str, tuple[str, int, int]] | None = None
 ) -> dict[str, Any]:
@@ -148,22 +142,13 @@ def distcp_reader(folder: Path, manifest: Manifest, number: int) -> Iterator[Cal
 
 
 def load_entry(data: memoryview, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
-    """Return what torch.save wrote. Raises ValueError, or torch's errors, if it is no such tensor."""
-    check_archive(io.BytesIO(data), PICKLE_LIMIT)
-    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(saved, torch.Tensor) or (saved.dtype, tuple(saved.shape)) != (dtype, tuple(shape)):
+    """Return what torch.save wrote. Raises ValueError, or errors of any kind, if it is no such tensor."""
+    buffer = io.BytesIO(data)
+    archive = Archive(buffer, buffer.getbuffer(), PICKLE_LIMIT)
+    saved = archive.tensor(archive.value)
+    if saved is None or (saved.dtype, tuple(saved.shape)) != (dtype, tuple(shape)):
         raise ValueError("another dtype or shape")
     return saved
-
-
-def check_archive(file: BinaryIO, pickle_limit: int) -> None:
-    """Raise ValueError if a file of torch.save is compressed, to whatever size, or has a large pickle."""
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                raise ValueError(f"{info.filename[:80]} is compressed")
-            if info.filename.endswith(".pkl") and info.file_size > pickle_limit:
-                raise ValueError(f"a pickle of {info.file_size} bytes, at most {pickle_limit}")
 
 
 def read_foreign(folder: Path) -> Manifest:
