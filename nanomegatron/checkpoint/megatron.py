@@ -114,13 +114,11 @@ def _keys(stem: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield stem, ()
         return
     layer, rest = int(match[1]), match[2]
-    for ours, theirs in NORMS.items():
-        if rest.startswith(ours):
-            yield f"decoder.layers.{rest.replace(ours, theirs)}", (layer,)
-            yield f"decoder.layers.{layer}.{rest.replace(ours, theirs)}", ()
     if not (match := EXPERT.fullmatch(rest)):
-        yield f"decoder.layers.{rest}", (layer,)
-        yield stem, ()
+        inside = [rest.replace(ours, theirs) for ours, theirs in NORMS.items() if rest.startswith(ours)]
+        for name in (*inside, rest):
+            yield f"decoder.layers.{name}", (layer,)
+            yield f"decoder.layers.{layer}.{name}", ()
         return
     expert, rest = int(match[1]), match[2]
     yield f"decoder.layers.mlp.experts.experts.{rest}", (layer, expert)

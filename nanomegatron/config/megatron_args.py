@@ -90,18 +90,21 @@ def why_no_checkpoint(root: str | Path, step: int | None = None) -> str:
     return f"; it has {', '.join(there[-4:])}, and {wanted}: give {root / there[-1]}"
 
 
-def pickled_state(path: Path) -> dict[str, Any]:
-    """Return what torch.save has written to a file, with a Record for each object. Raises ValueError."""
+def pickled_state(folder: Path) -> dict[str, Any]:
+    """Return what torch.save wrote, args and more, with a Record for each object. Raises ValueError."""
+    paths = [path for path in (folder / "common.pt", *sorted(folder.glob(LEGACY))) if path.is_file()]
+    if not paths:
+        return {}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(paths[0]) as archive:
             (info,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > PICKLE_BYTES:
                 raise ValueError(f"its pickle is compressed, or larger than {PICKLE_BYTES} bytes")
             state = build_pickle(archive.read(info))
     except zipfile.BadZipFile:
-        raise ValueError("cut short, or no file of torch.save since torch 1.6") from None
-    except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{paths[0]}: cut short, or no file of torch.save since torch 1.6") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{paths[0]}: {error}") from None
     return state if isinstance(state, dict) else {}
 
 
@@ -113,8 +116,7 @@ def args_of_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def megatron_progress(folder: Path) -> tuple[int, int | None]:
     """Return the iteration of a checkpoint and the samples consumed by then. Raises ValueError."""
-    paths = [path for path in (folder / "common.pt", *sorted(folder.glob(LEGACY))) if path.is_file()]
-    state = pickled_state(paths[0]) if paths else {}
+    state = pickled_state(folder)
     iteration, samples = state.get("iteration"), args_of_state(state).get("consumed_train_samples")
     if not isinstance(iteration, int):
         iteration = int(re.sub(r"\D", "", folder.name) or 0)
@@ -123,13 +125,11 @@ def megatron_progress(folder: Path) -> tuple[int, int | None]:
 
 def megatron_settings(folder: Path) -> dict[str, Any]:
     """Return our settings for the model of a checkpoint's args; {} if it has none. Raises ValueError."""
-    for path in [path for path in (folder / "common.pt", *sorted(folder.glob(LEGACY))) if path.is_file()][:1]:
-        try:
-            args = args_of_state(pickled_state(path))
-            return settings_of_args(args) if args.get("num_layers") else {}
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    return {}
+    args = args_of_state(pickled_state(folder))
+    try:
+        return settings_of_args(args) if args.get("num_layers") else {}
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def args_of_settings(config: Config, vocab_size: int) -> dict[str, Any]:
