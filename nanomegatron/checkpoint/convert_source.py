@@ -125,13 +125,12 @@ def open_hf(root: Path) -> SourceModel:
     parts = model_parts(config.model, config.data.vocab_size)
     found = folder.match(parts)
 
-    def stream(name: str, view: Callable[[torch.Tensor], torch.Tensor]) -> Stream:
-        x = view(folder.tensors[name])
-        return Stream(tuple(x.shape), x.dtype, lambda a, b: view(folder.mapped(name))[a:b] if x.dim() else x)
+    def stream(x: torch.Tensor) -> Stream:
+        return Stream(tuple(x.shape), x.dtype, lambda begin, end: x[begin:end] if x.dim() else x)
 
     rest = sorted(folder.tensors.keys() - {place.name for place in found.values()})
-    streams = {f"model/{name}": stream(place.name, place.ours) for name, place in found.items()}
-    streams |= {f"hf/{name}": stream(name, lambda x: x) for name in rest}
+    streams = {f"model/{n}": stream(place.ours(folder.tensors[place.name])) for n, place in found.items()}
+    streams |= {f"hf/{name}": stream(folder.tensors[name]) for name in rest}
     precision = PrecisionConfig(**types(streams[f"model/{WORD_EMBEDDINGS}"].dtype))
     return SourceModel(root, replace(config, precision=precision), streams, folder=folder)
 

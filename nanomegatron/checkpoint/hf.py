@@ -182,22 +182,15 @@ class Folder:
         self.path = Path(path)
         self.family, self.settings = read_folder(path)
         self.files = weight_files(self.path)
-        self.tensors, self.file_of = {}, {}  # read only when accessed
+        self.tensors = {}  # read only when accessed
         for name in self.files:
             with suppress(FileNotFoundError):  # the reader says it
                 check_file(self.path / name, sys.maxsize)
             try:
                 with safe_open(self.path / name, "pt") as file:
-                    found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                    self.tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             except (OSError, ValueError, SafetensorError) as error:
                 raise ValueError(f"{self.path / name}: {error}") from None
-            self.tensors |= found
-            self.file_of |= dict.fromkeys(found, self.path / name)
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """Map a tensor's file once more: pages that are read are resident as long as the result lives."""
-        with safe_open(self.file_of[name], "pt") as file:
-            return file.get_tensor(name)
 
     def match(self, parts: Iterable[Part]) -> dict[str, Place]:
         """Return the place of each part. Raises ValueError with all missing, extra or misshapen tensors."""
