@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.megatron_torch import read_legacy
 from nanomegatron.config.pickles import Record, build_pickle
 from tests.checkpoints import ALONE, change_manifest, cuts, expect, save_alone, tensor
 
@@ -141,6 +142,8 @@ def _operations(value: Any, memo: dict[str, int]) -> list[bytes]:
             memo[name] = len(memo)
             put = b"r" + memo[name].to_bytes(4, "little")
             return [b"c" + "\n".join(name.rsplit(".", 1)).encode() + b"\n" + put]
+        case Record("storage", pid, None):
+            return [*each(pid), b"Q"]
         case Record(name, args, None):
             return [*each((Record(name), args)), b"R"]
         case Record(name, args, state):
@@ -267,6 +270,36 @@ def test_entries_that_may_run_or_burst_are_refused(foreign, tmp_path, kind):
 
 def described(data: bytes) -> tuple[int, str]:
     return len(data), hashlib.sha256(data).hexdigest()
+
+
+LEGACY_FORGERIES = {  # of a tensor [4, 4] in a storage of 64 bytes
+    "beyond its end": (dict(shape=(4, 5)), "out of bounds"),
+    "begins too late": (dict(begin=1), "out of bounds"),
+    "before its begin": (dict(begin=-1), "invalid storage offset"),
+    "backwards": (dict(stride=(4, -1)), "Negative strides"),
+    "huge": (dict(shape=(2**62, 2**62)), "overflow"),
+    "one element 2^40 times": (dict(shape=(2**40,), stride=(0,)), "does not fit into file 0"),
+    "text as a size": (dict(shape=("a", 4)), "must be tuple of ints"),
+    "no such storage": (dict(member="../0"), "'../0'"),
+    "no such type": (dict(kind="os.system"), "'os.system'"),
+}
+
+
+@pytest.mark.parametrize("forgery", LEGACY_FORGERIES)
+def test_forged_tensors_of_megatron_are_refused(tmp_path, forgery):
+    change, match = LEGACY_FORGERIES[forgery]
+    given = dict(shape=(4, 4), stride=(4, 1), begin=0, member="0", kind="torch.FloatStorage") | change
+    storage = Record("storage", (("storage", Record(given["kind"]), given["member"], "cpu", 16),))
+    tensor = Record(
+        "torch._utils._rebuild_tensor_v2", (storage, *(given[k] for k in ("begin", "shape", "stride")))
+    )
+    path = tmp_path / "mp_rank_00/model_optim_rng.pt"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", write_pickle({"model": {"decoder.x.weight": tensor}}))
+        archive.writestr("a/data/0", bytes(64))
+    with pytest.raises(CheckpointError, match=match):
+        read_legacy(tmp_path)
 
 
 ENTRY = "model/w[0:8,0:12]"
