@@ -18,19 +18,19 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2389           76            124      29      28      29
-commands             936           34             69      24      11      21
-config              2307          108            138      10      39      53
+checkpoint          2319           70            111      28      25      29
+commands             910           31             68      25      11      20
+config              2194           99            124      10      36      53
 core                2995            3             96      17       7      24
 data                1668           67             79      19      13       9
 debug                624           26             42       4       4      11
 fast                1757           89             69      32       9      12
-faults              1054           36             42       3       5      15
-launch               251            1             10       0       2       5
+faults              1015           36             41       3       4      15
+launch               249            1             10       0       2       5
 ops                 1578           83            142      73       2      21
-plan                1179           91            106      12       7      26
+plan                1147           87            103      11       7      26
 programs             573           10             31       0       9       6
-report              1664           61             71       6      10      20
+report              1664           60             71       6      10      20
 variants             214            2              3       0       0       2
 """
 
