@@ -147,7 +147,7 @@ KINDS = {
 --load= | --load: an empty value; give one, or leave the flag out
 --run-name= | --run-name: an empty value
 --data-cache-path= | --data-cache-path: an empty value
---config= | --config: takes one file or preset
+--config= | --config: an empty value
 --data-path | --data-path: takes at least one value
 --iterations-to-skip | --iterations-to-skip: takes at least one value
 --data-path= | --data-path: an empty value

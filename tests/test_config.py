@@ -272,7 +272,7 @@ def test_file_errors(tmp_path):
         ("num-layer = 2", "unknown key num-layer; did you mean --num-layers?"),
         ("num-layers = 2.5", "num-layers = 2.5: must be a whole number"),
         ("num-layers = ", "c.toml: "),
-        ('extends = "c.toml"', "extends more than 20 files in a row, or itself"),
+        ('extends = "c.toml"', "extends itself"),
         ("extends = 3", "extends = 3: must be the name of a file"),
         ('extends = "gone.toml"', "gone.toml: no such file"),
     ):

@@ -69,9 +69,12 @@ def test_none_is_the_default():
 
 
 def test_a_lone_learning_rate_below_the_presets_least():
-    low = parse("--config tiny-cpu".split()).config.optimizer.min_lr
-    (error,) = validate(parse(f"--config tiny-cpu --lr {low / 10}".split()).config, 1)
-    assert error.startswith(f"--min-lr {low}: must be at least 0 and at most --lr {low / 10}")
+    low = parse("--config tiny-cpu".split()).config.optimizer
+    parsed = parse(f"--config tiny-cpu --lr {low.min_lr / 10}".split())
+    opt = parsed.config.optimizer
+    assert opt.min_lr == pytest.approx(opt.lr * low.min_lr / low.lr) and 0 < opt.min_lr < opt.lr
+    assert any("scaled with --lr" in note for note in parsed.notes)
+    assert parse(f"--config tiny-cpu --lr {low.lr * 2}".split()).config.optimizer.min_lr == low.min_lr
 
 
 def test_quotes_that_a_script_quotes():

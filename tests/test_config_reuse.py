@@ -148,6 +148,7 @@ def test_the_same_name_is_not_given_to_another_file(tmp_path):
         names.append(run_name(f"--config {mine} --seed 3"))
     assert names[0] == names[2] != names[1] and names[0].startswith("mine-seed3-")
     assert run_name("--megatron-defaults") != run_name("") == "tiny-cpu"
+    assert run_name("--lr 1e-5") == "tiny-cpu-lr1e-5"  # with a --min-lr that follows from it
 
 
 def test_changed_settings_are_listed():

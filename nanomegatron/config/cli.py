@@ -119,6 +119,7 @@ def parse(argv: list[str]) -> Parsed:
         from_file.read_file(find_preset(preset), f"--config {preset}")
     reader.notes += from_file.notes
     given = frozenset(reader.values)
+    reader.scale_min_lr(from_file.values)
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
         values = MEGATRON_DEFAULTS | values
@@ -235,7 +236,8 @@ class _Reader:
         elif name == "config" and len(arguments) == 1 and arguments[0]:
             self.config_file = arguments[0]
         elif name == "config":
-            self.errors.append(f"{' '.join((word, *arguments)).rstrip()}: takes one file or preset")
+            what = "an empty value; give" if arguments == [""] else "takes"
+            self.errors.append(f"{' '.join((word, *arguments)).rstrip()}: {what} one file or preset")
         elif name in self.settings and typing.get_origin(self.settings[name].type) is tuple and not arguments:
             self.errors.append(f"{word}: takes at least one value")
         elif name in self.settings:
@@ -260,6 +262,13 @@ class _Reader:
         except ValueError as error:
             self.errors.append(f"{source}: {error}")
             self.unread.add(name)
+
+    def scale_min_lr(self, base: dict[str, Any]) -> None:
+        """If --lr is given without --min-lr and below the file's min-lr, scale min-lr in proportion to lr."""
+        lr, low = self.values.get("lr"), base.get("min_lr", 0.0)
+        if lr is not None and "min_lr" not in self.values and 0 <= lr < low <= base.get("lr", low):
+            self.values["min_lr"] = low * lr / base.get("lr", low)
+            self.notes.append(f"--min-lr {self.values['min_lr']:g}: {low:g} scaled with --lr")
 
     def with_companions(self, values: dict[str, Any]) -> Config:
         """Return the config with the settings that others imply (`Rules.brings`), each with a note."""
@@ -321,8 +330,10 @@ class _Reader:
 
 def read_toml(path: Path, named: str, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Return the table of a file. Raises ValueError with what is wrong; arguments as in `read_file`."""
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: extends itself through {', '.join(p.name for p in seen)}")
     if len(seen) == MOST_BASES:
-        raise ValueError(f"{seen[0]}: extends more than {MOST_BASES} files in a row, or itself")
+        raise ValueError(f"{seen[0]}: extends more than {MOST_BASES} files in a row")
     try:
         text = read_text(path)
     except FileNotFoundError:
