@@ -20,7 +20,7 @@ TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
 checkpoint          2319           70            111      28      25      29
 commands             910           31             68      25      11      20
-config              2194           99            124      10      36      53
+config              2203          100            125      10      36      53
 core                2995            3             96      17       7      24
 data                1668           67             79      19      13       9
 debug                624           26             42       4       4      11
