@@ -13,10 +13,10 @@ x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344
 tensor's way, in the plainest recipe:
 
     Fp8LayerState.cast                                  x, "x", which copies, over which ranks x is split
-        Recipe.scale
+        Recipe.cast
             amax = the largest |x|, max over the ranks  tensor_amax
             scale = limit / amax                        fp8_scale; limit: the format's largest / 2^margin
-        q = fp8(x * scale), and 1 / scale               Recipe.cast -> Quantized: the copies
+            q = fp8(x * scale), and 1 / scale           Fp8Output -> Quantized: the copies
     y = q_x q_W^T / (scale_x scale_W)                   fp8_linear.py
 
 The other recipes differ in what has a scale, and from which amax. "Rowwise" is two things: a copy of a tensor
@@ -208,10 +208,10 @@ class Scales:
         """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
         if self.layers:
             self.recipe.end_step(self)
-        self.clear_step()
+        self.clear_weight_cache()
 
     def clear_step(self) -> None:
-        """Zero this step's amaxes and drop the casts of weights; a warm-up leaves no others."""
+        """Discard this step's amaxes, of a warm-up, and the casts of weights that recorded some."""
         self.history[:1] = 0.0
         self.clear_weight_cache()
 
@@ -229,8 +229,9 @@ class Scales:
 class Recipe:
     """What all recipes share. Raises ValueError for unknown settings.
 
-    A recipe is a class with another `scale`, or where a tensor has several, another `cast` and `transposed`.
-    The fields are the settings of a run, not all of which matter to each recipe.
+    Where a tensor has one scale, it is that of earlier steps, or from the tensor's own amax. A recipe with
+    several has another `cast` and `transposed`. The fields are the settings of a run, not all of which matter
+    to each recipe.
     """
 
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
@@ -262,22 +263,20 @@ class Recipe:
         self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
         """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8LayerState.cast`."""
-        scale, inverse = self.scale(layer, x, role, axis)
+        if layer.has_scale:
+            scale, inverse = layer.known_scale(role)
+        else:
+            scale, inverse = fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
         output = layer.output(role, scale, copies, record)
         return Quantized.with_scale(output.cast(x), inverse)
-
-    def scale(
-        self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale that takes the amax of x `[m, k]` to the limit, and its inverse -> `[]`, `[]`"""
-        return fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
         return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
 
     def end_step(self, scales: Scales) -> None:
-        """Compute the scales of the next step, if they are known before it."""
+        """Compute the scales of the next step, if they are known before it; zero the amaxes of this one."""
+        scales.history[:1] = 0.0
 
 
 class Tensorwise(Recipe):
@@ -292,14 +291,8 @@ class Delayed(Recipe):
 
     keeps_history = True
 
-    def scale(self, layer, x, role, axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale that `end_step` computed, whatever x `[m, k]` is, and its inverse -> `[]`, `[]`"""
-        if layer.has_scale:
-            return layer.known_scale(role)
-        return super().scale(layer, x, role, axis)
-
     def end_step(self, scales: Scales) -> None:
-        """All-reduces the amaxes of this step, all at once, over each axis."""
+        """Max-reduce the amaxes of this step over each axis; compute scales, and shift the history."""
         all_reduce_amax_(scales.history[0], scales.axes)
         inverse = torch.empty_like(scales.scale)
         most_recent = self.algo == "most_recent"

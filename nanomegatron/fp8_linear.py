@@ -11,7 +11,8 @@ Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
       \
        `---------> g columnwise [o, t] and the saved x columnwise               dW = g^T x, into main_grad
 
-By the communication of the layer (`comm`) in training, with bytes a value, where x and y are in 16 bits:
+By the communication of the layer (`comm`), with bytes a value, where x and y are in 16 bits; the sequence is
+sharded in training only, so evaluation has "copy" and "sum":
 
     comm       layer               x is cast    saved            forward              backward
     "copy"     column              both ways    x columnwise 1   -                    all-reduce dx 2
@@ -62,12 +63,12 @@ class Casts(NamedTuple):
     g_sharded: bool
 
 
-CASTS = {  # by the layer's communication: columns 2 and 3 of the table above
-    "copy": Casts("both", False, "both", True),
-    "gather": Casts("rowwise", True, "both", True),
-    "sum": Casts("both", True, "both", False),
-    "scatter": Casts("both", True, "rowwise", True),
-    "": Casts("both", False, "both", False),  # experts
+CASTS = {  # by the layer's communication
+    "copy": Casts(x="both", x_sharded=False, g="both", g_sharded=True),
+    "gather": Casts(x="rowwise", x_sharded=True, g="both", g_sharded=True),
+    "sum": Casts(x="both", x_sharded=True, g="both", g_sharded=False),
+    "scatter": Casts(x="both", x_sharded=True, g="rowwise", g_sharded=True),
+    "": Casts(x="both", x_sharded=False, g="both", g_sharded=False),  # experts
 }
 
 
@@ -187,7 +188,9 @@ class Fp8LinearFunction(torch.autograd.Function):
         axis = ctx.axis
         comm = ctx.comm
         fp8 = ctx.fp8
-        saved = ctx.saved_tensors
+        x = ctx.saved_tensors[0]
+        if fp8.recipe.wgrad:
+            x = Fp8Matrix(*ctx.saved_tensors)
 
         # g in FP8, if what read y has not cast it already, and W
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
@@ -196,21 +199,21 @@ class Fp8LinearFunction(torch.autograd.Function):
         # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
         gathering = None
         if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
-            gathering = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis)
-        dx, g_columnwise = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
+            gathering = fp8.matmuls.start_gather(x, axis)
+        dx, g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            x = Fp8Matrix(*saved)
+            x_columnwise = x
             if comm == "gather":
                 wait = gathering or fp8.matmuls.start_gather(x, axis)
-                x = fp8.recipe.transposed(wait(), "x")
-            write_weight_grad(out, beta, g_columnwise, x)
+                x_columnwise = fp8.recipe.transposed(wait(), "x")
+            write_weight_grad(out, beta, g.columnwise, x_columnwise)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
-            x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
+            whole = all_gather(x, axis) if comm == "gather" else x
             dy = all_gather(grad, axis) if comm == "scatter" else grad
-            add_product(out, dy, x, beta)
+            add_product(out, dy, whole, beta)
 
         dw = accumulate(weight, write_in_fp8 if fp8.recipe.wgrad else write_in_16_bits)
         return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 5
@@ -230,18 +233,18 @@ def forward_matmul(
 
 def input_grad_matmul(
     fp8: Fp8LayerState, g: Quantized, w: Fp8Matrix, axis: Axis, comm: str, dtype: torch.dtype
-) -> tuple[Pending, Fp8Matrix | None]:
-    """dx = g W with the communication of the table's backward -> dx in flight `[t, i]`, g columnwise `[o, t]`
+) -> tuple[Pending, Quantized]:
+    """dx = g W with the communication of the table's backward -> dx in flight `[t, i]`, and the whole g
 
-    g `[t, o]`; w `[i, o]`, columnwise. g columnwise: None if dW is not multiplied in FP8.
+    g `[t, o]`, with "scatter" `[t/tp, o]`, rowwise only; w `[i, o]`, columnwise.
     """
     if comm == "gather":
-        return fp8.matmuls.matmul_scatter(g.rowwise, w, axis, dtype), g.columnwise
+        return fp8.matmuls.matmul_scatter(g.rowwise, w, axis, dtype), g
     if comm == "scatter":
-        dx, g_rows = fp8.matmuls.gather_matmul(g.rowwise, w, axis, dtype)
-        return Pending(dx), fp8.recipe.transposed(g_rows, "g") if fp8.recipe.wgrad else None
-    dx = fp8_matmul(g.rowwise, w, dtype)
-    return start_input_grad_sum(dx, axis, comm), g.columnwise
+        dx, rowwise = fp8.matmuls.gather_matmul(g.rowwise, w, axis, dtype)
+        columnwise = fp8.recipe.transposed(rowwise, "g") if fp8.recipe.wgrad else None
+        return Pending(dx), Quantized(rowwise, columnwise)
+    return start_input_grad_sum(fp8_matmul(g.rowwise, w, dtype), axis, comm), g
 
 
 def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:

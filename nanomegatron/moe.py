@@ -8,8 +8,8 @@ Tests: tests/test_moe_dispatch.py. Page: docs/moe.md.
                |   combine     back, each token's sum weighted by probs                            [t, h]
                +-- shared      an MLP for every token, added                                       [t, h]
 
-Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have their own grid of ranks, etp x ep
-(`mesh.py`): expert i of E is on ep rank i // (E / ep), sharded over etp. The two dispatchers:
+In training ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have their own grid of
+ranks, etp x ep (`mesh.py`): expert i of E is on ep rank i // (E / ep), sharded over etp. The two dispatchers:
 
     allgather     x, probs and ids are all-gathered over etp x ep. Each rank takes the copies for its experts;
                   the ranks' partial sums are reduce-scattered.
@@ -41,6 +41,7 @@ overlaps the communication with the router, the shared experts and weight gradie
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -240,8 +241,8 @@ class AllToAllDispatch(TokenDispatch):
         x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
         """
         capacity = self.capacity(len(ids))
-        to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
-        over_ep, over_etp = self.exchange_sizes(to_ranks)
+        to_ranks, ends = self.route_to_ranks(ids, capacity).cut_to_size()
+        over_ep, over_etp = self.exchange_sizes(to_ranks, ends)
 
         # tokens and their choices
         x = self.send(self.permute(x, to_ranks), over_ep, over_etp)
@@ -253,13 +254,16 @@ class AllToAllDispatch(TokenDispatch):
         dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
         return self.permute(x, routing), dispatched
 
-    def exchange_sizes(self, to_ranks: Routing) -> tuple[Sizes, Sizes]:
-        """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers."""
-        sent = to_ranks.offsets.diff()
-        received = all_to_all(sent, self.mesh.ep)
+    def exchange_sizes(self, to_ranks: Routing, ends: list[int]) -> tuple[Sizes, Sizes]:
+        """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers.
+
+        ends: where the rows for each ep rank begin, and where the last ones end.
+        """
+        sent = [end - begin for begin, end in pairwise(ends)]
+        received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
         etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
-        own = etp_received[self.mesh.etp.rank]
-        return Sizes(sent.tolist(), received.tolist()), Sizes([own] * self.mesh.etp.size, etp_received)
+        arrived = etp_received[self.mesh.etp.rank]
+        return Sizes(sent, received.tolist()), Sizes([arrived] * self.mesh.etp.size, etp_received)
 
     def send(self, rows: torch.Tensor, over_ep: Sizes, over_etp: Sizes) -> torch.Tensor:
         """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
@@ -298,24 +302,27 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool) -> torch.Tensor:
         x = x.contiguous()
-        w = weight.view(groups.experts, -1, weight.shape[1])
         ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.groups = groups
         ctx.transposed = transposed
-        return grouped_mm(x, w if transposed else w.mT, groups)
+        return grouped_mm(x, matrices(weight, groups, transposed), groups)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         groups = ctx.groups
         grad = grad.contiguous()
-        w = ctx.weight.view(groups.experts, -1, ctx.weight.shape[1])
+        dx = grouped_mm(grad, matrices(ctx.weight, groups, ctx.transposed).mT, groups)
         if ctx.transposed:
-            dx = grouped_mm(grad, w.mT, groups)
             return dx, accumulate_outer(ctx.weight, x, grad, groups), None, None
-        dx = grouped_mm(grad, w, groups)
         return dx, accumulate_outer(ctx.weight, grad, x, groups), None, None
+
+
+def matrices(weight: torch.Tensor, groups: Groups, transposed: bool) -> torch.Tensor:
+    """Each expert's W^T, which x multiplies. weight `[e*o, i]`, or `[e*i, o]` (transposed) -> `[e, i, o]`"""
+    stored = weight.view(groups.experts, -1, weight.shape[1])
+    return stored if transposed else stored.mT
 
 
 def activate_and_project(

@@ -192,7 +192,7 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """
     if param is None or not param.requires_grad:
         return None
-    if addition_is_deferred(param):
+    if is_queued(param):
         param.wgrad_store.queue.append((param, write))
         return None
     return write_now(param, write)
@@ -259,7 +259,7 @@ class WeightGradStore:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def addition_is_deferred(param: nn.Parameter) -> bool:
+def is_queued(param: nn.Parameter) -> bool:
     """Whether what `accumulate` adds to the gradient of this parameter `[...]` is queued now."""
     store = getattr(param, "wgrad_store", None)
     return store is not None and store.queue is not None and param.dim() > 1
@@ -272,7 +272,7 @@ def is_deferred(param: nn.Parameter) -> bool:
     at once, would wait for them, and a gather of x is one of them. Where the queue runs there (of experts, in
     `fast/moe_pieces.py`), these run in the backward, and only what follows is queued.
     """
-    return addition_is_deferred(param) and not param.wgrad_store.only_beside_nccl
+    return is_queued(param) and not param.wgrad_store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

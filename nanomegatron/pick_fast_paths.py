@@ -85,8 +85,8 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
     # without a flag of their own
     on_gpu = mesh.device.type == "cuda"
-    default = fast or on_gpu
-    if default:
+    all_that_run = fast or on_gpu
+    if all_that_run:
         layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
         paths = replace(paths, layers=layers, context=Ring(peers), producers=True)
 
@@ -94,13 +94,13 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=OverlappedLinear(peers), fp8=OverlappedFp8Matmuls(peers))
     halves = parallel.overlap_moe_expert_parallel_comm
-    if model.num_experts and (default or halves or model.moe_shared_expert_overlap):
+    if model.num_experts and (all_that_run or halves or model.moe_shared_expert_overlap):
         paths = replace(paths, moe=OverlappedMoe(peers, halves))
     if model.cross_entropy_loss_fusion:
         paths = replace(paths, loss=fused_output_loss)
-    if default and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
+    if all_that_run and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
         paths = replace(paths, shard_comm=PeerShardComm(peers))
-    if default or config.precision.fp8_param_gather:
+    if all_that_run or config.precision.fp8_param_gather:
         paths = replace(paths, gathered=gathered_casts, state=cast_state, updates=CastUpdates)
     if on_gpu:
         paths = replace(paths, graphs=GRAPHS[graph_impl(config, mesh.world.size)])

@@ -48,7 +48,7 @@ class RouterOutput(NamedTuple):
 
     probs: torch.Tensor  # fp32 [t, k]
     ids: torch.Tensor  # int32 [t, k], -1 for a dropped copy
-    best: torch.Tensor  # int64 [t, k], the ids before dropping
+    chosen: torch.Tensor  # int64 [t, k], the ids before dropping
     logits: torch.Tensor  # fp32 [t, E]
     token_mask: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
 
@@ -57,7 +57,7 @@ class LossInput(NamedTuple):
     """What the losses are computed from, of this rank's tokens."""
 
     scores: torch.Tensor  # fp32 [t, E], zeros for padding of a pack
-    best: torch.Tensor  # int64 [t, k], the experts with the best scores
+    top: torch.Tensor  # int64 [t, k], the experts with the best scores
     logits: torch.Tensor  # fp32 [t, E]
     token_mask: torch.Tensor | None  # as in RouterOutput
     columns: int  # samples of the microbatch; the tokens are [s, columns]
@@ -107,7 +107,7 @@ def aux_loss(router: "Router", given: LossInput) -> torch.Tensor:
 
     given: of this rank's tokens -> `[]`
     """
-    counts = count_copies(given.best, given.scores.shape[1], of=given.token_mask)
+    counts = count_copies(given.top, given.scores.shape[1], of=given.token_mask)
     # without sequence parallelism tp times the counts: tp ranks have the same tokens
     return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
 
@@ -133,8 +133,8 @@ class Router(nn.Module):
     choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
     best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
     loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
-    drop: Callable[..., torch.Tensor] | None = None  # (probs, best, config) -> ids, -1 for a dropped copy
-    by_scores = True  # whether the k best are those with the best scores, which losses count
+    drop: Callable[..., torch.Tensor] | None = None  # (probs, chosen, config) -> ids, -1 for a dropped copy
+    by_scores = True  # whether the experts with the best scores, which losses count, are chosen
     has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -185,19 +185,19 @@ class Router(nn.Module):
             real = batch.residual_positions >= 0
             token_mask = real.repeat_interleave(len(x) // len(real), output_size=len(x))[:, None]
         logits = self.compute_logits(self, x, batch)
-        probs, best = self.choose_experts(self, logits, batch, token_mask)
-        ids = best if self.drop is None else self.drop(probs, best, self.config)
-        return RouterOutput(probs, ids.int(), best, logits, token_mask)
+        probs, chosen = self.choose_experts(self, logits, batch, token_mask)
+        ids = chosen if self.drop is None else self.drop(probs, chosen, self.config)
+        return RouterOutput(probs, ids.int(), chosen, logits, token_mask)
 
     def balance(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
         """Second half: in training count the copies and attach the losses to probs -> `[t, k]`"""
-        probs, ids, best, _, token_mask = output
+        probs, ids, chosen, _, token_mask = output
         if not (self.training and torch.is_grad_enabled()):
             return probs
-        self.counts += count_copies(best, self.config.num_experts, of=token_mask)[0]
+        self.counts += count_copies(chosen, self.config.num_experts, of=token_mask)[0]
         if self.drop is not None:
             lost = ids < 0 if token_mask is None else (ids < 0) & token_mask
-            self.dropped += count_copies(best, self.config.num_experts, of=lost)[0]
+            self.dropped += count_copies(chosen, self.config.num_experts, of=lost)[0]
         if not self.losses or batch.aux_scale is None:
             return probs
         return AttachLoss.apply(probs, self.weighted_losses(output, batch), batch.aux_scale)
@@ -209,12 +209,12 @@ class Router(nn.Module):
         else:
             scores = output.logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        best = output.best
+        top = output.chosen
         if not self.by_scores:
-            best = scores.topk(self.config.moe_router_topk).indices
+            top = scores.topk(self.config.moe_router_topk).indices
         if output.token_mask is not None:
             scores = scores * output.token_mask
-        given = LossInput(scores, best, output.logits, output.token_mask, len(batch.sample_ids))
+        given = LossInput(scores, top, output.logits, output.token_mask, len(batch.sample_ids))
         values = [self.loss_functions[name](self, given) for name in self.losses]
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))

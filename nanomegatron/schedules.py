@@ -264,33 +264,35 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
     sends = []  # by rank and op
     links = defaultdict(deque)  # messages in the order in which they are sent
     for ops, stages in zip(lists, placed):
-        sends.append([message_to(stages[op.chunk] + STAGE_OFFSET[op.kind], op, rank_of) for op in ops])
+        sends.append([sent_by(op, stages[op.chunk], rank_of) for op in ops])
         for sent in filter(None, sends[-1]):
             links[sent.link].append(sent)
     exchanges = []
-    early = set()  # received, and not used yet
+    kept = set()  # received, and not used yet
     for ops, stages, rank_sends in zip(lists, placed, sends):
         exchanges.append([])
         for op, sent in zip(ops, rank_sends):
-            used = message_to(stages[op.chunk], op, rank_of)
+            used = used_by(op, stages[op.chunk], rank_of)
             receives = []
-            while used and used not in early:
+            while used and used not in kept:
                 if not links[used.link]:
                     raise ValueError(f"{used} is never sent")
                 receives.append(links[used.link].popleft())
-                early.add(receives[-1])
-            early.discard(used)
+                kept.add(receives[-1])
+            kept.discard(used)
             exchanges[-1].append(Exchange(tuple(receives), used, sent))
-    if unused := [*early, *chain(*links.values())]:
+    if unused := [*kept, *chain(*links.values())]:
         raise ValueError(f"messages that no op uses: {sorted(unused)}")
     return exchanges
 
 
-def message_to(stage: int, op: Op, rank_of: dict[int, int]) -> Message | None:
-    """The message for an op's kind and microbatch to a stage, from the one before it (F) or after it (B).
+def sent_by(op: Op, stage: int, rank_of: dict[int, int]) -> Message | None:
+    """The message that an op on a stage sends; None: its result stays on the rank, or in the stage."""
+    return used_by(op, stage + STAGE_OFFSET[op.kind], rank_of)
 
-    None if both are on one rank, or if there is no such stage.
-    """
+
+def used_by(op: Op, stage: int, rank_of: dict[int, int]) -> Message | None:
+    """The message that an op on a stage needs, from the stage before it (F) or after it (B); None: none."""
     source = rank_of.get(stage - STAGE_OFFSET[op.kind])
     destination = rank_of.get(stage)
     if None in (source, destination) or source == destination:

@@ -51,16 +51,15 @@ class Zero2Bucket(Bucket):
             param.main_grad = None
 
     def start_step(self, microbatches: int) -> None:
-        """Reset the counts and the sum, for a step of `microbatches`; all contributions are added."""
+        """Reset the counts and the sum, for a step of `microbatches`."""
         super().start_step(microbatches)
-        self.stale.clear()
         self.grad_shard.zero_()
 
     def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
-        """As of `Bucket`; a microbatch's first contribution to the bucket allocates -> `[...]`, beta"""
+        """Allocate if need be -> where to write a gradient `[...]`, and beta 1: its memory is zeroed"""
         if self.grads is None:
             self.alloc_grads()
-        return super().grad_buffer(param)
+        return param.main_grad, 1
 
     def ready(self, param: nn.Parameter) -> None:
         """Count a contribution that has been written. Raises RuntimeError for one too many.

@@ -13,10 +13,10 @@ from nanomegatron.param import (
     WeightGradStore,
     accumulate,
     add_grad,
-    addition_is_deferred,
     draw_normal,
     grad_buffer,
     is_deferred,
+    is_queued,
     new_parameter,
     replica,
     scaled_std,
@@ -212,7 +212,7 @@ def test_a_deferred_gradient(beside_nccl):
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None
-        assert addition_is_deferred(param) and is_deferred(param) != beside_nccl
+        assert is_queued(param) and is_deferred(param) != beside_nccl
     assert not bucket.calls and not betas
     WeightGradStore.run(works)
     assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
@@ -233,7 +233,7 @@ def test_biases_and_norms_are_not_deferred():
     param = torch.nn.Parameter(torch.zeros(4))
     param.wgrad_store = WeightGradStore()
     with param.wgrad_store.collect() as works:
-        assert not addition_is_deferred(param)
+        assert not is_queued(param)
         assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
     assert not works
 

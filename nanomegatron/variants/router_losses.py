@@ -18,13 +18,13 @@ from nanomegatron.router import LossInput, Router, count_copies, load_loss
 
 def seq_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[samples, E]` over tp x cp."""
-    counts = count_copies(given.best, given.scores.shape[1], given.columns, given.token_mask)
+    counts = count_copies(given.top, given.scores.shape[1], given.columns, given.token_mask)
     return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
 
 
 def global_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[E]` over all replicas."""
-    counts = count_copies(given.best, given.scores.shape[1], of=given.token_mask)
+    counts = count_copies(given.top, given.scores.shape[1], of=given.token_mask)
     copies = counts[0]
     if router.config.sequence_parallel:  # without it tp ranks have the same tokens
         copies = all_reduce(copies, router.mesh.tp)
