@@ -77,7 +77,7 @@ class GPTDataset(Samples):
         self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
             cache_folder,
             ("document_index", "sample_index", "shuffle_index"),
-            {"lengths": indexed.identity, "lines": [vars(p) for p in plans]} if cache_folder else {},
+            {"lengths": indexed.identity, "lines": [vars(p) for p in plans]},
             lambda: _joined([_build_line(plan, lengths) for plan in plans]),
         )
 
@@ -174,7 +174,7 @@ def build_sample_index(
 class MockGPTLowLevelDataset:
     """Megatron's synthetic documents: 1 2 3 ... modulo the vocabulary, the end-of-document token last."""
 
-    prefix = "mock data"
+    prefix = identity = "mock data"
 
     def __init__(self, vocab_size: int, eod: int) -> None:
         self.vocab_size, self.eod = vocab_size, eod

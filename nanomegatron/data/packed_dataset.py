@@ -58,11 +58,18 @@ class DocumentDataset(Samples):
                 f"{sequences[0]}..{sequences[1]}"
             )
         epochs = max(1, -(-(num_samples or 1) // once))
-        facts = dict(whole_documents=True, seq_length=seq_length, seed=seed, epochs=epochs)
+        facts = dict(
+            lengths=indexed.identity,
+            sequences=sequences,
+            whole_documents=True,
+            seq_length=seq_length,
+            seed=seed,
+            epochs=epochs,
+        )
         self.ends, self.shuffle_index = cached_arrays(
             cache_folder,
             ("sample_ends", "sample_order"),
-            {"lengths": indexed.identity, "sequences": sequences, **facts} if cache_folder else {},
+            facts,
             lambda: (pieces.cumsum(), _epochs(once, epochs, seed)),
         )
 
