@@ -99,7 +99,6 @@ PLACES: dict[str, Callable[[], object]] = {
     "d.bin": verified,
     "d.json": lambda: IndexedDataset("d").sidecar(),
     "ranks": lambda: build_tokenizer("TikTokenizer", "ranks"),
-    "ranks.json": lambda: build_tokenizer("TikTokenizer", "ranks"),
     "vocabulary.json": lambda: build_tokenizer("TikTokenizer", "vocabulary.json"),
     "tokenizer.model": lambda: build_tokenizer("Llama3Tokenizer", "tokenizer.model"),
     "pieces.model": lambda: build_tokenizer("SentencePieceTokenizer", "pieces.model"),

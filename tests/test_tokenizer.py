@@ -190,27 +190,6 @@ def test_tiktoken_itself(rank_file):
     assert ours.decode([ours.eod]) == EOD
 
 
-def test_sidecar_gives_pattern_and_special_tokens(rank_file, tmp_path):
-    """As Llama 3 needs them: another pattern, ids behind a gap, another end of document."""
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(rank_file.read_bytes())
-    settings = dict(
-        pattern=r"\p{N}{1,3}|\P{N}+", special_tokens={"<|begin|>": 800, "<|end|>": 801}, eod="<|end|>"
-    )
-    (tmp_path / "tokenizer.model.json").write_text(json.dumps(settings))
-    ours = build_tokenizer("TikTokenizer", str(path))
-    plain = tiktoken.Encoding(
-        "x",
-        pat_str=settings["pattern"],
-        mergeable_ranks=read_ranks(path),
-        special_tokens=settings["special_tokens"],
-    )
-    assert (ours.vocab_size, ours.eod) == (802, 801)
-    assert ours.encode("12345 and more") == plain.encode("12345 and more")
-    assert ours.decode([65, 750, 801]) == plain.decode([65]) + "<|end|>"  # 750 stands for nothing
-    assert ours.fingerprint != build_tokenizer("TikTokenizer", str(rank_file)).fingerprint
-
-
 @pytest.fixture(scope="module")
 def json_vocabulary(rank_file, tmp_path_factory):
     """Megatron's form of a vocabulary: the bytes, then the merged tokens, each an object."""

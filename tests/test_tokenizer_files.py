@@ -27,28 +27,6 @@ RANKS = {
     "YWI= 256\nYWI= 257": ":258: the token b'ab' stands there twice",
     "YQ== 256": ":257: the token b'a' stands there twice",
 }
-# FILE.json beside a good rank file of 257 tokens
-SIDECARS = {
-    "[]": "must be a JSON object, not []",
-    "3": "must be a JSON object, not 3",
-    "null": "must be a JSON object",
-    "{": "not JSON",
-    DEEP: "nested too deeply",
-    '{"specials": {}}': "unknown key 'specials'; it may have eod, pattern, special_tokens",
-    '{"special_tokens": ["<|end|>"], "eod": "<|end|>"}': "must be a table of tokens",
-    '{"special_tokens": {"<|end|>": -1}, "eod": "<|end|>"}': "the id -1 of '<|end|>'",
-    '{"special_tokens": {"<|end|>": "300"}, "eod": "<|end|>"}': "the id 300 of '<|end|>'",
-    '{"special_tokens": {"<|end|>": 1.5}, "eod": "<|end|>"}': "the id 1.5 of",
-    '{"special_tokens": {"<|end|>": true}, "eod": "<|end|>"}': "the id True of",
-    f'{{"special_tokens": {{"<|end|>": {2**40}}}, "eod": "<|end|>"}}': f"the id {2**40} of",
-    '{"special_tokens": {"<|end|>": 97}, "eod": "<|end|>"}': "'<|end|>' and b'a' have the same id 97",
-    '{"special_tokens": {"a": 300, "b": 300}, "eod": "a"}': "have the same id 300",
-    '{"eod": "<|other|>"}': "eod '<|other|>' is not among",
-    '{"eod": 256}': "eod 256 is not among",
-    '{"eod": ["a"]}': "is not among",
-    '{"pattern": "("}': "pattern '('",
-    '{"pattern": 3}': "pattern '3'",
-}
 
 
 def answer(build) -> str:
@@ -73,14 +51,6 @@ def test_rank_files(kind, line, part, tmp_path):
     path = tmp_path / "ranks"
     path.write_text("\n".join([*BYTES, line]), encoding="latin-1")
     check(answer(lambda: build_tokenizer(kind, str(path))), part, str(path))
-
-
-@pytest.mark.parametrize("text, part", SIDECARS.items(), ids=[text[:50] for text in SIDECARS])
-def test_what_stands_beside_ranks(text, part, tmp_path):
-    path = tmp_path / "ranks"
-    path.write_text("\n".join([*BYTES, "YWI= 256"]))
-    (tmp_path / "ranks.json").write_text(text)
-    check(answer(lambda: build_tokenizer("TikTokenizer", str(path))), part, f"{path}.json")
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,6 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
-    r"|\s*[\r\n]|\s+(?!\S)|\s"
-)
 SPECIAL = [EOD, "<|end_of_text|>", "<|begin_of_text|>", "<|im_start|>", "<s>", "</s>", "<unk>"]
 BLANKS = [chr(c) for c in (9, 10, 11, 12, 13, 32, 0x1C, 0x1F, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200E))]
 BLANKS += [*"\u2028\u2029\u202f\u205f\u2060\u3000\ufeff\u2581", "  ", "    ", " \n", "\r\n", " " * 9]
@@ -292,16 +288,6 @@ def gpt2_files(folder: Path) -> Shape:
     return tiktoken_shape(build_tokenizer("GPT2BPETokenizer", None, *names), GPT2, ranks, {EOD: len(ranks)})
 
 
-def other_pattern(folder: Path) -> Shape:
-    """As cl100k_base, by the file beside the ranks."""
-    tokens = merged()
-    write_ranks(folder / "ranks", tokens)
-    special = {EOD: 3000, "<|im_start|>": 3001}
-    (folder / "ranks.json").write_text(json.dumps({"pattern": CL100K, "special_tokens": special, "eod": EOD}))
-    ranks = {token: i for i, token in enumerate(tokens)}
-    return tiktoken_shape(build_tokenizer("TikTokenizer", str(folder / "ranks")), CL100K, ranks, special)
-
-
 def llama3_model(folder: Path) -> Shape:
     """Meta's own class names more special tokens; the strings hold only these."""
     tokens = merged()
@@ -327,5 +313,5 @@ def megatron_json(folder: Path) -> Shape:
 
 SHAPES = [
     *(plain_bytes, gpt2_json, neox, every_flag, llama3_json, llama2_json, unigram_json, word_piece_json),
-    *(pieces, unigram_pieces, rank_file, gpt2_files, other_pattern, llama3_model, megatron_json),
+    *(pieces, unigram_pieces, rank_file, gpt2_files, llama3_model, megatron_json),
 ]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from nanomegatron.config.user_files import read_json
 from nanomegatron.data.vocabulary import (
     EOD,
     Tokenizer,
     existing_file,
     import_extra,
     joined_ids,
-    read_table,
     sha256_of,
 )
 
@@ -56,13 +56,12 @@ class HuggingFaceTokenizer(Tokenizer):
         """Put those of the post-processor around each text, or leave them out."""
         self._add = include and bool(self._added)
         added = self._added if self._add else []
-        self.left_out_ids = [] if self._add else self._added
         self.put_around(added[: self._before], added[self._before :])
 
     @staticmethod
     def _find_eod(path: Path, vocab: dict[str, int]) -> int:
         config = path.with_name("tokenizer_config.json")
-        token = read_table(config).get("eos_token") if config.is_file() else None
+        token = read_json(config).get("eos_token") if config.is_file() else None
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
             raise ValueError(f"{config}: eos_token {token!r:.60}: must be a string")
@@ -111,7 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def include_special_tokens(self, include: bool) -> None:
         """Put those around each text that the tokenizer_config.json beside the model asks for, or none."""
-        asked = read_table(self._config) if include and self._config.is_file() else {}
+        asked = read_json(self._config) if include and self._config.is_file() else {}
         bos, eos = (asked.get(f"add_{name}_token") is True for name in ("bos", "eos"))
         self._add = {"add_bos": bos, "add_eos": eos}
         self.put_around([self._processor.bos_id()] * bos, [self.eod] * eos)

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from nanomegatron.config.user_files import MOST_VOCABULARY, read_json
 from nanomegatron.data.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from nanomegatron.data.vocabulary import (
     EOD,
@@ -35,7 +36,6 @@ from nanomegatron.data.vocabulary import (
     joined_ids,
     read_megatron_ranks,
     read_ranks,
-    read_table,
     sha256_of,
 )
 
@@ -112,7 +112,7 @@ class TikTokenizer(Tokenizer):
     """Byte pair encoding by tiktoken."""
 
     def __init__(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
-        """pattern: goes into the fingerprint; that of a named encoding does not, tiktoken may rewrite it."""
+        """pattern: stands for its pattern in the fingerprint."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
         self.vocab_size = encoding.n_vocab
         ranks = sorted(encoding._mergeable_ranks.items(), key=itemgetter(1))
@@ -147,8 +147,7 @@ def tik_tokenizer(
     """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
 
     A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2, the only special token
-    is <|endoftext|>, after the ranks, unless FILE.json says otherwise:
-    `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
+    is <|endoftext|>, after the ranks.
 
     A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
     document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
@@ -160,10 +159,10 @@ def tik_tokenizer(
         given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
         raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
     if path.is_file():
-        sidecar = Path(f"{path}.json")
-        keys = ("pattern", "special_tokens", "eod")
-        settings = read_table(sidecar, keys) if sidecar.is_file() else {}
-        return _rank_tokenizer(read_ranks(path), path, **settings)
+        ranks = read_ranks(path)
+        special_tokens = {EOD: max(ranks.values()) + 1}
+        spec = {"type": "TikTokenizer", "model": str(path.absolute())}
+        return _byte_pairs(ranks, special_tokens, EOD, spec)
     if model not in tiktoken.list_encoding_names():
         names = ", ".join(tiktoken.list_encoding_names())
         raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
@@ -186,12 +185,7 @@ def _megatron_tokenizer(path: Path, vocab_size: int, pattern: str, special: int 
         )
     names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
     ranks = read_megatron_ranks(path, vocab_size - special, special)
-    encoding = tiktoken.Encoding(
-        path.name,
-        pat_str=MEGATRON_PATTERNS[pattern],
-        mergeable_ranks=ranks,
-        special_tokens={name: i for i, name in enumerate(names)},
-    )
+    special_tokens = {name: i for i, name in enumerate(names)}
     spec = {
         "type": "TikTokenizer",
         "model": str(path.absolute()),
@@ -199,29 +193,22 @@ def _megatron_tokenizer(path: Path, vocab_size: int, pattern: str, special: int 
         "pattern": pattern,
         "special": special,
     }
-    return TikTokenizer(encoding, names.index("</s>"), spec, pattern)
+    return _byte_pairs(ranks, special_tokens, "</s>", spec, MEGATRON_PATTERNS[pattern], pattern)
 
 
-def _rank_tokenizer(
-    ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
+def _byte_pairs(
+    ranks: dict[bytes, int],
+    special_tokens: dict[str, int],
+    eod: str,
+    spec: dict,
+    pattern: str = GPT2_PATTERN,
+    pattern_name: str = "",
 ) -> TikTokenizer:
-    special_tokens = special_tokens or {EOD: max(ranks.values()) + 1}
-    sidecar = Path(f"{path}.json")
-    check_ids(sidecar, ranks, special_tokens)
-    if not isinstance(eod, str) or eod not in special_tokens:
-        raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
-    try:
-        encoding = tiktoken.Encoding(
-            path.name,
-            pat_str=pattern or GPT2_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens=special_tokens,
-        )
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
-    return TikTokenizer(
-        encoding, special_tokens[eod], {"type": "TikTokenizer", "model": str(path.absolute())}, pattern
+    """Build the tokenizer of a table; pattern_name: what stands in the fingerprint for the pattern."""
+    encoding = tiktoken.Encoding(
+        spec["type"], pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )
+    return TikTokenizer(encoding, special_tokens[eod], spec, pattern_name)
 
 
 def gpt2_tokenizer(vocab_file: str, merge_file: str) -> TikTokenizer:
@@ -230,7 +217,7 @@ def gpt2_tokenizer(vocab_file: str, merge_file: str) -> TikTokenizer:
     merges = existing_file(merge_file, "--merge-file")
     alphabet = byte_alphabet()
     try:
-        entries = read_table(vocab)
+        entries = read_json(vocab, MOST_VOCABULARY)
         check_ids(vocab, entries)
         eod = entries.pop(EOD)
         ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
@@ -242,18 +229,12 @@ def gpt2_tokenizer(vocab_file: str, merge_file: str) -> TikTokenizer:
         raise ValueError(
             f"{vocab} and {merges} do not belong together: ids are not in the order of the merges"
         )
-    encoding = tiktoken.Encoding(
-        "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOD: eod}
-    )
-    return TikTokenizer(
-        encoding,
-        eod,
-        {
-            "type": "GPT2BPETokenizer",
-            "vocab_file": str(vocab.absolute()),
-            "merge_file": str(merges.absolute()),
-        },
-    )
+    spec = {
+        "type": "GPT2BPETokenizer",
+        "vocab_file": str(vocab.absolute()),
+        "merge_file": str(merges.absolute()),
+    }
+    return _byte_pairs(ranks, {EOD: eod}, EOD, spec)
 
 
 def llama3_tokenizer(model: str) -> TikTokenizer:
@@ -261,13 +242,10 @@ def llama3_tokenizer(model: str) -> TikTokenizer:
     path = existing_file(model, "--tokenizer-model")
     ranks = read_ranks(path)
     names = LLAMA3_SPECIAL + [f"reserved_special_token_{i}" for i in range(2, 258 - len(LLAMA3_SPECIAL))]
-    special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
-    check_ids(path, ranks, special)
-    encoding = tiktoken.Encoding(
-        path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
-    )
+    first = max(ranks.values()) + 1
+    special = {f"<|{name}|>": first + i for i, name in enumerate(names)}
     spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
-    return TikTokenizer(encoding, special["<|end_of_text|>"], spec, LLAMA3_PATTERN)
+    return _byte_pairs(ranks, special, "<|end_of_text|>", spec, LLAMA3_PATTERN, LLAMA3_PATTERN)
 
 
 def build_tokenizer(
@@ -349,9 +327,6 @@ def around_a_prompt(tokenizer: Tokenizer) -> Iterator[str]:
     if tokenizer.suffix_ids:
         ends = named_ids(tokenizer, tokenizer.suffix_ids)
         yield f"prompts are without {ends}, which the tokenizer puts behind a text: it is not at its end"
-    if tokenizer.left_out_ids:
-        left_out = named_ids(tokenizer, tokenizer.left_out_ids)
-        yield f"prompts are without {left_out}, as asked for, or as in the model's data"
 
 
 def named_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

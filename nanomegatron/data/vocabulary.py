@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanomegatron.config.user_files import (
-    MOST_VOCABULARY,
-    check_file,
-    read_bytes,
-    read_json,
-    read_json_value,
-)
+from nanomegatron.config.user_files import MOST_VOCABULARY, check_file, read_bytes, read_json_value
 
 EOD = "<|endoftext|>"
 MOST_IDS = 2**31  # the limit of Megatron's .bin files
@@ -33,7 +27,6 @@ class Tokenizer:
     fingerprint: str  # SHA-256 of everything that defines the ids of the text itself
     prefix_ids: Sequence[int] = ()  # that `encode` puts before each text, such as <s>
     suffix_ids: Sequence[int] = ()  # and behind it
-    left_out_ids: Sequence[int] = ()  # that the library would put there, and was asked not to
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are encoded as ordinary text."""
@@ -121,26 +114,15 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
-def read_table(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
-    """Read a JSON object that has only these keys (None: any). Raises ValueError."""
-    table = read_json(path, MOST_VOCABULARY)
-    if unknown := sorted(table.keys() - keys) if keys is not None else []:
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; it may have {', '.join(sorted(keys))}")
-    return table
-
-
-def check_ids(path: Path, *tables: Any) -> None:
-    """Raise ValueError unless all tables are dicts {token: id}, with ids below MOST_IDS that differ."""
+def check_ids(path: Path, table: dict[Any, int]) -> None:
+    """Raise ValueError unless all ids in the table {token: id} are below MOST_IDS and differ."""
     owner: dict[int, Any] = {}
-    for table in tables:
-        if not isinstance(table, dict):
-            raise ValueError(f"{path}: {str(table)[:40]} must be a table of tokens and their ids")
-        for token, number in table.items():
-            if type(number) is not int or not 0 <= number < MOST_IDS:
-                raise ValueError(f"{path}: the id {str(number)[:40]} of {token!r:.60} must be in 0..2^31 - 1")
-            if number in owner:
-                raise ValueError(f"{path}: {token!r:.60} and {owner[number]!r:.60} have the same id {number}")
-            owner[number] = token
+    for token, number in table.items():
+        if type(number) is not int or not 0 <= number < MOST_IDS:
+            raise ValueError(f"{path}: the id {str(number)[:40]} of {token!r:.60} must be in 0..2^31 - 1")
+        if number in owner:
+            raise ValueError(f"{path}: {token!r:.60} and {owner[number]!r:.60} have the same id {number}")
+        owner[number] = token
 
 
 def joined_ids(lists: Iterable[list[int]]) -> tuple[np.ndarray, np.ndarray]:
