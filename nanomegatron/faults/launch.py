@@ -52,8 +52,7 @@ def launch(
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
-    Call it in the main thread. `worker` is a module-level function that returns an exit code.
-    GRACE seconds after a rank fails the others
+    `worker` is a module-level function that returns an exit code. GRACE seconds after a rank fails the others
     are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them: they get one that
     is sent to the process group, as Ctrl-C is, twice. GRACE seconds after a second one those that are left
     are killed. hold: a rank gets no signal until the worker calls `take_signals`. Each computes with
@@ -164,6 +163,10 @@ def _by_real_name(worker: Callable[..., int]) -> Callable[..., int]:
     return getattr(importlib.import_module(name), worker.__name__)
 
 
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def _blocked() -> Iterator[None]:
     """Hold back the signals of PASSED_ON inside; a process that is started there does so from its start."""
@@ -178,7 +181,7 @@ def _blocked() -> Iterator[None]:
 def _chdir_to_sources(worker: Callable[..., int]) -> Iterator[None]:
     """Go where the worker's module is imported from: the fork server finds modules in its own folder only."""
     file = getattr(sys.modules.get(worker.__module__), "__file__", None)
-    if file is None:
+    if file is None or not _is_main_thread():
         yield
         return
     with chdir(Path(file).resolve().parents[worker.__module__.count(".")]):
@@ -190,28 +193,32 @@ def _without_main(*given: Any) -> Iterator[None]:
     """Let what starts inside not run the file of `__main__` again, unless something given is of that file."""
     main = sys.modules["__main__"]
     try:
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            reduction.ForkingPickler.dumps(given)
-        except Exception:  # a function of `__main__` is not found in the empty module
-            sys.modules["__main__"] = main
+        if _is_main_thread():
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                reduction.ForkingPickler.dumps(given)
+            except Exception:  # a function of `__main__` is not found in the empty module
+                sys.modules["__main__"] = main
         yield
     finally:
         sys.modules["__main__"] = main
 
 
 @contextmanager
-def _noted(numbers: list[int]) -> Iterator[int]:
-    """Note these signals inside: yields a file descriptor that has a byte for each.
+def _noted(numbers: list[int]) -> Iterator[list[int]]:
+    """Note these signals inside: yields a list with a file descriptor that has a byte for each; or empty.
 
-    What a handler does may come amid anything; a byte is read when it suits.
+    Empty outside the main thread. What a handler does may come amid anything; a byte is read when it suits.
     """
+    if not _is_main_thread():
+        yield []
+        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
     handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
-        yield reader
+        yield [reader]
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -245,7 +252,7 @@ def _run_rank(
     sys.exit(worker(place, *args))
 
 
-def _wait(ranks: list, timeout: float | None, ok_codes: tuple[int, ...], notes: int) -> int | None:
+def _wait(ranks: list, timeout: float | None, ok_codes: tuple[int, ...], notes: list[int]) -> int | None:
     """Pass on noted signals until all ranks have ended, GRACE seconds after a failure, or at the timeout.
 
     notes: as `_noted` yields it. Returns the rank that failed first, or None. Of several at once it is one
@@ -260,10 +267,10 @@ def _wait(ranks: list, timeout: float | None, ok_codes: tuple[int, ...], notes: 
             first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
             end = min(end, time.monotonic() + GRACE)
         left = None if end == math.inf else max(0.0, end - time.monotonic())
-        waited = [notes, *(process.sentinel for process in alive)]
+        waited = [*notes, *(process.sentinel for process in alive)]
         if not alive or not (ready := connection.wait(waited, left)):
             return first
-        noted = os.read(notes, 512) if notes in ready else b""
+        noted = os.read(notes[0], 512) if notes and notes[0] in ready else b""
         for number in filter(PASSED_ON.__contains__, noted):
             asked = min(asked, time.monotonic())
             if time.monotonic() - asked > ECHO:
