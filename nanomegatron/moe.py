@@ -138,7 +138,7 @@ class Dispatched:
     probs: torch.Tensor  # of the tokens that arrived, fp32 [n, k]
 
 
-class Sizes(NamedTuple):
+class ExchangeSizes(NamedTuple):
     """Numbers of rows that this rank sends to each rank of an axis, and receives from each."""
 
     sent: list[int]
@@ -150,8 +150,8 @@ class Exchanged(Dispatched):
     """alltoall: also how the tokens were sent, over ep, then over etp; `combine` sends their sums back."""
 
     to_ranks: Routing  # of this rank's tokens to the rows that it sent over ep
-    over_ep: Sizes
-    over_etp: Sizes  # sent to each: all that were received over ep
+    over_ep: ExchangeSizes
+    over_etp: ExchangeSizes  # sent to each: all that were received over ep
 
 
 class TokenDispatch:
@@ -254,7 +254,7 @@ class AllToAllDispatch(TokenDispatch):
         dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
         return self.permute(x, routing), dispatched
 
-    def exchange_sizes(self, to_ranks: Routing, ends: list[int]) -> tuple[Sizes, Sizes]:
+    def exchange_sizes(self, to_ranks: Routing, ends: list[int]) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers.
 
         ends: where the rows for each ep rank begin, and where the last ones end.
@@ -263,9 +263,11 @@ class AllToAllDispatch(TokenDispatch):
         received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
         etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
         arrived = etp_received[self.mesh.etp.rank]
-        return Sizes(sent, received.tolist()), Sizes([arrived] * self.mesh.etp.size, etp_received)
+        return ExchangeSizes(sent, received.tolist()), ExchangeSizes(
+            [arrived] * self.mesh.etp.size, etp_received
+        )
 
-    def send(self, rows: torch.Tensor, over_ep: Sizes, over_etp: Sizes) -> torch.Tensor:
+    def send(self, rows: torch.Tensor, over_ep: ExchangeSizes, over_etp: ExchangeSizes) -> torch.Tensor:
         """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
         etp = self.mesh.etp
         rows = all_to_all(rows, self.mesh.ep, over_ep.sent, over_ep.received)

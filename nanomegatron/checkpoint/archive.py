@@ -18,7 +18,7 @@ from nanomegatron.checkpoint.blocks import open_file
 from nanomegatron.checkpoint.files import DTYPES
 from nanomegatron.config.pickles import Record, build_pickle
 
-TYPES = {
+STORAGE_TYPES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
     "torch.BFloat16Storage": torch.bfloat16,
@@ -65,7 +65,7 @@ class Archive:
                 member = storage.args[0][2]
             case _:
                 return None
-        return self.storages[member].view(TYPES[kind.name]).as_strided(shape, stride, begin)
+        return self.storages[member].view(STORAGE_TYPES[kind.name]).as_strided(shape, stride, begin)
 
 
 def open_archive(path: Path, pickle_limit: int) -> Archive:

@@ -45,7 +45,7 @@ START = """
 import sys
 sys.path.append(sys.argv[1])
 from nanomegatron.checkpoint import writer
-writer.run(int(sys.argv[2]), int(sys.argv[3]))
+writer.write_job(int(sys.argv[2]), int(sys.argv[3]))
 """
 SPARE = 0.1  # of the host's memory is left free
 LOCKED = 2**26  # bytes that one call page-locks, in 30 to 80 ms on an H100

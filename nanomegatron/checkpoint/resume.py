@@ -59,7 +59,7 @@ from nanomegatron.faults.signals import Signals
 from nanomegatron.report.steps import Reporter
 from nanomegatron.step import Observer, Training, due
 
-FP8 = "fp8/"  # begins the keys of FP8 scales
+FP8_PREFIX = "fp8/"  # begins the keys of FP8 scales
 
 
 class Checkpoints(Observer):
@@ -176,7 +176,7 @@ def environment_info(run: Training) -> dict:
 
 def all_pieces(run: Training, states: dict) -> list[Piece]:
     """Collect what a checkpoint holds, with the optimizer's `states`; of FP8 scales `[...]` a copy."""
-    fp8 = {f"{FP8}{name}": x for name, x in fp8_state(run.model.scales).items()}
+    fp8 = {f"{FP8_PREFIX}{name}": x for name, x in fp8_state(run.model.scales).items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
     return training_pieces(run.model.parameters(), states, run.mesh) + small
 
@@ -243,7 +243,11 @@ def load_own_folder(run: Training, source: LoadSource, health: Health | None) ->
     elif run.optimizer:
         note_new_schedule(run)
     if run.model.scales is not None:
-        fp8 = {piece.key.removeprefix(FP8): piece.data for piece in pieces if piece.key.startswith(FP8)}
+        fp8 = {
+            piece.key.removeprefix(FP8_PREFIX): piece.data
+            for piece in pieces
+            if piece.key.startswith(FP8_PREFIX)
+        }
         load_fp8_state(run.model.scales, fp8)
     run.log.status("running", iteration=run.progress.iteration, checkpoint=root)
     word = "loaded " if run.config.run.eval_only else "resumed"

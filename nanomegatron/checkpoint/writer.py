@@ -23,7 +23,7 @@ POLL = 0.05  # seconds between two looks for the other ranks' parts
 NICENESS = 5
 
 
-def run(descriptor: int, size: int) -> None:
+def write_job(descriptor: int, size: int) -> None:
     """Write the rank's file, or exit with the error as text. descriptor: of the memory that is shared."""
     os.nice(NICENESS)
     job = json.loads(sys.stdin.readline())

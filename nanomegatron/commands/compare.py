@@ -24,7 +24,7 @@ from nanomegatron.report.writers import read_jsonl
 
 ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
 MARKERS = "osD^vP"  # of runs that overlap
-Table = list[list[str]]  # the header, which begins with the table's title, and rows, each with its name
+Cells = list[list[str]]  # the header, which begins with the table's title, and rows, each with its name
 TEXT_SETTINGS = "data_path train_data_path mock_data tokenizer_type tokenizer_model vocab_size".split()
 
 
@@ -89,7 +89,7 @@ def read_run(word: str) -> RecordedRun:
     return RecordedRun(name, folder.resolve(), config, {step["tokens"]: step for step in steps}, evals)
 
 
-def fact_table(runs: Sequence[RecordedRun]) -> Table:
+def fact_table(runs: Sequence[RecordedRun]) -> Cells:
     """Return the results: a row per fact, a column per run."""
     end = max(set.intersection(*(set(run.steps) for run in runs)), default=0)
     table = [["results", "state", "steps", "tokens", f"loss at {amount(end) if end else 'equal'} tokens"]]
@@ -110,7 +110,7 @@ def fact_table(runs: Sequence[RecordedRun]) -> Table:
     return [list(row) for row in zip(*table, strict=True)]
 
 
-def settings_table(runs: Sequence[RecordedRun]) -> Table:
+def settings_table(runs: Sequence[RecordedRun]) -> Cells:
     """Return the settings that differ between runs; of a single run those that are not the defaults."""
     every, title = [values_of(run.config) for run in runs], "settings that differ"
     if len(runs) == 1:
