@@ -104,8 +104,7 @@ def column_rows(path: str, keys: tuple[str, ...], first: int, size: int) -> Iter
                 number += len(rows)
                 yield rows, share
     except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: damaged behind row {number - 1} ({reason:.200})") from None
+        raise ValueError(f"{path}: damaged behind row {number - 1} ({error!r:.200})") from None
 
 
 def _parquet(

@@ -79,10 +79,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for text in texts:
             text.encode()
         self._tokenizer.encode_special_tokens = not special
-        try:
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add)
         return joined_ids(encoding.ids for encoding in found)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -5,18 +5,16 @@ token would be trained on. `preprocess.py --verify-data` finds it, and where it 
 has a hash. Threads compute them in parallel.
 """
 
-import hashlib
 import itertools
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from typing import Any
 
-from nanomegatron.config.user_files import check_fields
-from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data import indexed_dataset
 
-PIECE = 1 << 20  # bytes that a thread reads at a time
 SHOW_EVERY = 5.0  # seconds between two lines of progress
 
 
@@ -24,7 +22,7 @@ def verify_pair(prefix: str, threads: int, report: Callable[[str], object]) -> t
     """Check a pair -> a line for each damage, a text on what was checked; `report` gets lines of progress."""
     start = time.monotonic()
     try:
-        facts = IndexedDataset(prefix).sidecar()
+        facts = indexed_dataset.IndexedDataset(prefix).sidecar()
         if facts is None or "bin_sha256" not in facts:
             return [], f"index and sizes are right; no hashes of tokens in {prefix}.json, they are unchecked"
         damage = _damaged_blocks(prefix, facts, threads, report)
@@ -38,14 +36,17 @@ def _damaged_blocks(
     prefix: str, facts: dict[str, Any], threads: int, report: Callable[[str], object]
 ) -> list[str]:
     """Hash all blocks of PREFIX.bin in threads -> a line for each stretch of blocks that differ."""
-    check_fields(f"{prefix}.json", facts, {"bin_block_bytes": int, "bin_sha256": str})
-    path, block, hashes = f"{prefix}.bin", max(1, facts["bin_block_bytes"]), facts["bin_sha256"].split()
-    size, shown, bad = os.path.getsize(path), time.monotonic(), []
+    path = f"{prefix}.bin"
+    block = indexed_dataset.HASHED_BYTES
+    size = os.path.getsize(path)
     starts = range(0, size, block)
-    if len(hashes) != len(starts):
+    hashes = facts["bin_sha256"].split()
+    if facts.get("bin_block_bytes") != block or len(hashes) != len(starts):
         return [f"{prefix}.json: damaged, it has {len(hashes)} hashes for the {len(starts)} blocks of {path}"]
-    with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(lambda start: block_hash(path, start, block), starts)
+    bad = []
+    shown = time.monotonic()
+    with open(path, "rb") as file, ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda start: sha256(os.pread(file.fileno(), block, start)).hexdigest(), starts)
         for i, (digest, expected) in enumerate(zip(found, hashes, strict=True)):
             bad += [i] * (digest != expected)
             if time.monotonic() - shown > SHOW_EVERY:
@@ -59,14 +60,3 @@ def _damaged_blocks(
             f"another SHA-256 than in {prefix}.json; restore the file"
         )
     return lines
-
-
-def block_hash(path: str, start: int, count: int) -> str:
-    """SHA-256 of up to `count` bytes of a file from `start` on; reads it in small pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while count > 0 and (data := file.read(min(count, PIECE))):
-            digest.update(data)
-            count -= len(data)
-    return digest.hexdigest()
