@@ -144,7 +144,7 @@ UNFIT = {
     "another tokenizer": (
         lambda: data("d", made_by="NullTokenizer"),
         "",
-        "d: made with {'type': 'NullTokenizer'",
+        "d.json: made with {'type': 'NullTokenizer'",
     ),
     "less than a sample": (lambda: data("d", [TEXT[-9:]] * 3), "--split 1", "train data: 27 tokens"),
     "less than the tokenizer's": (

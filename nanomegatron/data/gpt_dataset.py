@@ -354,15 +354,10 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
-        fix = (
-            "all data need one tokenizer: leave --tokenizer-type away to use that of the first, or run "
-            "nanomegatron preprocess again"
-        )
-        if sidecar["tokenizer"] == tokenizer.spec:
-            raise ValueError(f"{path}.json: {tokenizer.spec} gave other ids when it was written; {fix}")
         raise ValueError(
-            f"{path}: made with {str(sidecar['tokenizer']):.200}, which gives other ids than "
-            f"{tokenizer.spec}; {fix}"
+            f"{path}.json: made with {str(sidecar['tokenizer']):.200}, which gives other ids than "
+            f"{tokenizer.spec} now; all data need one tokenizer: leave --tokenizer-type away "
+            "to use that of the first, or run nanomegatron preprocess again"
         )
     low, high = (0, sidecar["max_token"]) if sidecar else _scanned_range(indexed, cache)
     if low < 0 or high >= tokenizer.vocab_size:

@@ -17,6 +17,7 @@ sizes of the files.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -32,13 +33,8 @@ import numpy as np
 from nanomegatron.config.durable import sync, sync_folder
 from nanomegatron.data.sidecar import read_sidecar
 
-try:
-    import fcntl
-except ImportError:  # only on Unix
-    fcntl = None
-
-_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"  # with the version, 1
+_HEADER = struct.Struct("<17sBQQ")
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HASHED_BYTES = 1 << 26  # of a .bin, which PREFIX.json has one hash for
 _CHUNK = 1 << 24  # elements read at a time, so that checks and scans need little memory
@@ -98,7 +94,10 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             self._bin.truncate(0)
 
     def __exit__(self, *error: object) -> None:
-        self.abort()
+        if not self._bin.closed:
+            for suffix in [".idx.tmp"] if self._keep else [".bin.tmp", ".idx.tmp"]:
+                Path(self.prefix + suffix).unlink(missing_ok=True)
+            self._bin.close()
 
     @property
     def documents(self) -> int:
@@ -166,7 +165,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         index = hashlib.sha256()
         with open(self.prefix + ".idx.tmp", "wb") as file:
             for part in (
-                _HEADER.pack(_MAGIC, _VERSION, self._code, len(lengths), len(self._documents)),
+                _HEADER.pack(_MAGIC, self._code, len(lengths), len(self._documents)),
                 lengths.astype("<i4"),
                 pointers.astype("<i8"),
                 np.array(self._documents, "<i8"),
@@ -190,13 +189,6 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         os.replace(self.prefix + ".idx.tmp", self.prefix + ".idx")
         sync_folder(Path(self.prefix).parent)
         self._bin.close()
-
-    def abort(self) -> None:
-        """Remove the files written so far; after `finalize` do nothing."""
-        if not self._bin.closed:
-            for suffix in [".idx.tmp"] if self._keep else [".bin.tmp", ".idx.tmp"]:
-                Path(self.prefix + suffix).unlink(missing_ok=True)
-            self._bin.close()
 
 
 class IndexedDataset:
@@ -234,11 +226,9 @@ class IndexedDataset:
         name = self.prefix + ".idx"
         if index.size < _HEADER.size:
             raise ValueError(f"{name}: {index.size} bytes; the header alone has {_HEADER.size}")
-        magic, version, code, sequences, documents = _HEADER.unpack(index[: _HEADER.size].tobytes())
+        magic, code, sequences, documents = _HEADER.unpack(index[: _HEADER.size].tobytes())
         if magic != _MAGIC:
-            raise ValueError(f"{name}: begins with {magic!r}; an index begins with {_MAGIC!r}")
-        if version != _VERSION:
-            raise ValueError(f"{name}: version {version}; only version {_VERSION} is known")
+            raise ValueError(f"{name}: begins with {magic!r}; an index of version 1 begins with {_MAGIC!r}")
         if code not in _TYPES:
             raise ValueError(f"{name}: type code {code}; integer types are {_TYPES}")
         size = _HEADER.size + 12 * sequences + 8 * documents
@@ -281,11 +271,10 @@ class IndexedDataset:
 
     def _check_documents(self) -> None:
         bounds, sequences = self.document_indices, len(self.sequence_lengths)
-        falls = any((np.diff(bounds[at : at + _CHUNK + 1]) < 0).any() for at in range(0, len(bounds), _CHUNK))
-        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or falls:
-            ends = f"{bounds[0]}..{bounds[-1]}" if len(bounds) else "none"
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
             raise ValueError(
-                f"{self.prefix}.idx: document bounds {ends}; they rise from 0 to the {sequences} sequences"
+                f"{self.prefix}.idx: document bounds {bounds[:1]}..{bounds[-1:]}; "
+                f"they rise from 0 to the {sequences} sequences"
             )
 
     def __len__(self) -> int:
@@ -345,10 +334,8 @@ def file_lock(path: str | Path) -> Iterator[None]:
 def lock_file(file: IO, wait: bool = True) -> bool:
     """Lock a file until it is closed; returns False if another process holds it and `wait` is False.
 
-    On a system without locks (Windows) nothing is locked; a file system without them raises OSError.
+    A file system without locks raises OSError.
     """
-    if fcntl is None:
-        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import importlib
+import os
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -142,12 +143,9 @@ def import_extra(name: str, user: str) -> ModuleType:
 
 def existing_file(name: str, flag: str) -> Path:
     """Return the path of a regular file that a flag names. Raises ValueError."""
-    try:
-        check_file(name, MOST_VOCABULARY)
-    except FileNotFoundError:
-        raise ValueError(f"{flag} {name}: no such file") from None
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}") from None
+    if not os.path.exists(name):
+        raise ValueError(f"{flag} {name}: no such file")
+    check_file(name, MOST_VOCABULARY)
     return Path(name)
 
 
