@@ -22,7 +22,6 @@ loads. --dtype casts the weights; --verify reads the output again and compares i
 """
 
 import argparse
-import errno
 import os
 import re
 import shutil
@@ -128,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in filter(Path.is_file, temporary.rglob("*")):
             with open(path, "rb+") as file:
                 sync(file)
-        rename(temporary, target)
+        os.replace(temporary, target)
     except (ValueError, OSError, CheckpointError) as error:
         return refused(error)
     except KeyboardInterrupt:
@@ -147,19 +146,6 @@ def main(argv: list[str] | None = None) -> int:
         notes.append("the flags of a layout are needless: any layout loads what is written")
     print(escaped("\n".join([f"{target} is written", *notes])))
     return 0
-
-
-def rename(temporary: Path, target: Path) -> None:
-    """Give a complete folder its name. Raises ValueError if that is taken by now."""
-    try:
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise ValueError(
-            f"--output-path {target}: another conversion has written it meanwhile, whose files stay; "
-            "give a new folder"
-        ) from None
 
 
 def remove_leftovers(target: Path) -> None:

@@ -238,13 +238,12 @@ def tokenize(
         with Progress(sum(map(size_of, files)), options.log_interval, resumed) as progress:
             pieces = chunks(blocks(files, keys, output.place))
             for encoded, bad, place, read in in_order(work, pieces, workers):
+                skipped = output.skipped + bad
                 most = options.skip_bad_lines
-                if len(bad) > (room := max(0, most - len(output.skipped))):
-                    allowed = f" (line {most + 1} that is bad)" if most else ""
-                    raise ValueError(f"{bad[room]}{allowed}; --skip-bad-lines N leaves out up to N")
+                if len(skipped) > most:
+                    raise ValueError(f"{skipped[most]}; --skip-bad-lines N leaves out up to N, here {most}")
                 output.add(encoded, bad, place)
                 progress.wrote(output.documents, output.tokens, read)
-            progress.end()
         return output.finish()
 
 
@@ -259,9 +258,14 @@ class Progress(AbstractContextManager):
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
 
-    def __exit__(self, *error: object) -> None:
-        if self.terminal and self.shown > self.start:
-            print(file=sys.stderr)
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        """Without an error all is written: the last line says so, if there was one before."""
+        if self.shown > self.start:
+            if kind is None:
+                self.bytes = self.total or self.bytes
+                self._show()
+            if self.terminal:
+                print(file=sys.stderr)
 
     def wrote(self, documents: int, tokens: int, read: int) -> None:
         """Show the progress, if it is due. documents, tokens: written; read: bytes of input that had them."""
@@ -271,12 +275,6 @@ class Progress(AbstractContextManager):
         if self.interval:
             due = documents - self.shown_documents >= self.interval
         if due:
-            self._show()
-
-    def end(self) -> None:
-        """All is written: the last line says so, if there was one before."""
-        self.bytes = self.total or self.bytes
-        if self.shown > self.start and (self.terminal or self.documents > self.shown_documents):
             self._show()
 
     def _show(self) -> None:
