@@ -334,7 +334,7 @@ def test_a_resumed_run_expects_no_end_before_it_has_read(capsys):
     with preprocess.Progress(1000, 1, resumed=True) as progress:
         progress.wrote(1, 5, 500)
         progress.wrote(2, 9, 600)
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, _ = capsys.readouterr().err.splitlines()
     assert "50%" in first and "ETA" not in first and "60% | ETA 0:" in second
 
 
