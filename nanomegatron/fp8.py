@@ -143,24 +143,23 @@ class Fp8LayerState:
     @property
     def has_scale(self) -> bool:
         """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
-        return self.recipe.keeps_history and not self.scales.no_history_yet
+        return self.recipe.keeps_history and self.scales.has_history
 
     def known_scale(self, role: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale of x, w or g and its inverse, where `has_scale` -> `[]`, `[]`"""
         slot = self.slot(role)
         return self.scales.scale[slot], self.scales.inverses[slot, 0]
 
-    def output(self, role: str, scale: torch.Tensor, copies: str, record: bool) -> Fp8Output:
-        """How to write x, w or g with the scale `[]`; record: its amax, where a history is kept."""
-        amax = None
+    def amax_of(self, role: str, record: bool) -> torch.Tensor | None:
+        """Where a cast of x, w or g records its amax, a view of the history -> `[]`; None: nowhere"""
         if record and self.recipe.keeps_history:
-            amax = self.scales.history[0, self.slot(role)]
-        return Fp8Output(self.recipe.dtype(role), scale, amax, copies)
+            return self.scales.history[0, self.slot(role)]
+        return None
 
     def scaled_output(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
         """How to write x, w or g with its known scale -> Fp8Output, and the scale's inverse `[]`"""
         scale, inverse = self.known_scale(role)
-        return self.output(role, scale, copies, record), inverse
+        return Fp8Output(self.recipe.dtype(role), scale, self.amax_of(role, record), copies), inverse
 
     def record_stats(
         self, role: str, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True
@@ -182,7 +181,7 @@ class Scales:
         self.recipe = recipe
         self.axes = tuple(axes)
         self.layers: dict[str, Fp8LayerState] = {}
-        self.no_history_yet = True  # delayed: no step has ended
+        self.has_history = False  # delayed: no step has ended
         self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
@@ -267,7 +266,7 @@ class Recipe:
             scale, inverse = layer.known_scale(role)
         else:
             scale, inverse = fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
-        output = layer.output(role, scale, copies, record)
+        output = Fp8Output(self.dtype(role), scale, layer.amax_of(role, record), copies)
         return Quantized.with_scale(output.cast(x), inverse)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
@@ -298,7 +297,7 @@ class Delayed(Recipe):
         most_recent = self.algo == "most_recent"
         fp8_update(scales.history, scales.scale, inverse, scales.limits, most_recent)
         scales.set_inverses(inverse)
-        scales.no_history_yet = False
+        scales.has_history = True
 
 
 class RowScaled(Recipe):

@@ -166,11 +166,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         grad_copies: list[Quantized] | None,
     ) -> torch.Tensor:
         w = fp8.weight(weight, axis).rowwise
-
-        saved = (x,)
-        if fp8.recipe.wgrad:
-            saved = copies.saved_form()
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*(copies.saved_form() if fp8.recipe.wgrad else (x,)))
         ctx.weight = weight
         ctx.axis = axis
         ctx.comm = comm
@@ -188,9 +184,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         axis = ctx.axis
         comm = ctx.comm
         fp8 = ctx.fp8
-        x = ctx.saved_tensors[0]
-        if fp8.recipe.wgrad:
-            x = Fp8Matrix(*ctx.saved_tensors)
+        saved = Fp8Matrix(*ctx.saved_tensors) if fp8.recipe.wgrad else ctx.saved_tensors[0]
 
         # g in FP8, if what read y has not cast it already, and W
         g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
@@ -199,21 +193,23 @@ class Fp8LinearFunction(torch.autograd.Function):
         # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
         gathering = None
         if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
-            gathering = fp8.matmuls.start_gather(x, axis)
-        dx, g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
+            gathering = fp8.matmuls.start_gather(saved, axis)
+        dx, whole_g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
+        def x_columnwise() -> Fp8Matrix:
+            if comm != "gather":
+                return saved
+            wait = gathering or fp8.matmuls.start_gather(saved, axis)
+            return fp8.recipe.transposed(wait(), "x")
+
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            x_columnwise = x
-            if comm == "gather":
-                wait = gathering or fp8.matmuls.start_gather(x, axis)
-                x_columnwise = fp8.recipe.transposed(wait(), "x")
-            write_weight_grad(out, beta, g.columnwise, x_columnwise)
+            write_weight_grad(out, beta, whole_g.columnwise, x_columnwise())
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
-            whole = all_gather(x, axis) if comm == "gather" else x
+            x = all_gather(saved, axis) if comm == "gather" else saved
             dy = all_gather(grad, axis) if comm == "scatter" else grad
-            add_product(out, dy, whole, beta)
+            add_product(out, dy, x, beta)
 
         dw = accumulate(weight, write_in_fp8 if fp8.recipe.wgrad else write_in_16_bits)
         return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 5

@@ -263,9 +263,8 @@ class AllToAllDispatch(TokenDispatch):
         received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
         etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
         arrived = etp_received[self.mesh.etp.rank]
-        return ExchangeSizes(sent, received.tolist()), ExchangeSizes(
-            [arrived] * self.mesh.etp.size, etp_received
-        )
+        over_etp = ExchangeSizes([arrived] * self.mesh.etp.size, etp_received)
+        return ExchangeSizes(sent, received.tolist()), over_etp
 
     def send(self, rows: torch.Tensor, over_ep: ExchangeSizes, over_etp: ExchangeSizes) -> torch.Tensor:
         """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
@@ -283,7 +282,7 @@ class AllToAllDispatch(TokenDispatch):
         y = self.unpermute(rows, dispatched.routing, dispatched.probs)
         if etp.size > 1:
             y = all_to_all(y, etp, over_etp.received, over_etp.sent)
-            y = y.view(etp.size, over_etp.sent[0], y.shape[1]).sum(0)
+            y = y.view(etp.size, sum(over_ep.received), y.shape[1]).sum(0)
         y = all_to_all(y, self.mesh.ep, over_ep.received, over_ep.sent)
         return self.unpermute(y, dispatched.to_ranks)
 

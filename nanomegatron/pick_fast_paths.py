@@ -72,8 +72,10 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     """
     parallel = config.parallel
     model = config.model
+    on_gpu = mesh.device.type == "cuda"
     if fast is None:
         fast = parallel.fast_paths
+    take = on_gpu if fast is None else fast  # paths without a flag of their own
     peers = PeerAccess.build(mesh, parallel)
 
     # what --recompute-modules asks for
@@ -83,24 +85,20 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is False:
         return paths
 
-    # without a flag of their own
-    on_gpu = mesh.device.type == "cuda"
-    all_that_run = fast or on_gpu
-    if all_that_run:
+    if take:
         layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
         paths = replace(paths, layers=layers, context=Ring(peers), producers=True)
 
-    # by their flags
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=OverlappedLinear(peers), fp8=OverlappedFp8Matmuls(peers))
     halves = parallel.overlap_moe_expert_parallel_comm
-    if model.num_experts and (all_that_run or halves or model.moe_shared_expert_overlap):
+    if model.num_experts and (take or halves or model.moe_shared_expert_overlap):
         paths = replace(paths, moe=OverlappedMoe(peers, halves))
     if model.cross_entropy_loss_fusion:
         paths = replace(paths, loss=fused_output_loss)
-    if all_that_run and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
+    if take and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
         paths = replace(paths, shard_comm=PeerShardComm(peers))
-    if all_that_run or config.precision.fp8_param_gather:
+    if take or config.precision.fp8_param_gather:
         paths = replace(paths, gathered=gathered_casts, state=cast_state, updates=CastUpdates)
     if on_gpu:
         paths = replace(paths, graphs=GRAPHS[graph_impl(config, mesh.world.size)])

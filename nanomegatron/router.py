@@ -81,18 +81,18 @@ def choose_experts(
     config = router.config
     bias = router.expert_bias
     sigmoid = config.moe_router_score_function == "sigmoid"
-    before = config.moe_router_pre_softmax
+    softmax_of_chosen = not sigmoid and not config.moe_router_pre_softmax
     scores = logits
     if sigmoid:
         scores = logits.sigmoid()
-    elif before:
+    elif not softmax_of_chosen:
         scores = logits.softmax(-1)
     ids = router.best_experts(scores if bias is None else scores + bias, config)
     probs = scores.gather(1, ids)
-    if sigmoid and config.moe_router_topk > 1:
-        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    elif not sigmoid and not before:
+    if softmax_of_chosen:
         probs = probs.softmax(-1)
+    elif sigmoid and config.moe_router_topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
     return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
 
 
@@ -134,7 +134,7 @@ class Router(nn.Module):
     best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
     loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
     drop: Callable[..., torch.Tensor] | None = None  # (probs, chosen, config) -> ids, -1 for a dropped copy
-    by_scores = True  # whether the experts with the best scores, which losses count, are chosen
+    by_scores: bool  # whether the experts with the best scores, which losses count, are chosen
     has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -227,15 +227,16 @@ class GateFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
+        ctx.grad_dtype = torch.float32 if dtype == torch.float64 else dtype
         if dtype == torch.float32 and x.dtype != torch.float32:
             return mm_in_fp32(x, weight.t())
         y = x.to(dtype) @ weight.to(dtype).t()
-        return y.float() if dtype == torch.float64 else y  # the gradient, too, has this dtype
+        return y.to(ctx.grad_dtype)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:
+        if ctx.grad_dtype == torch.float32 and x.dtype == torch.bfloat16:
             return *grads_at_bf16_speed(grad, x, ctx.weight), None
 
         def write(out: torch.Tensor, beta: int) -> None:

@@ -134,7 +134,7 @@ WAYS = [{}, {"history": 3}, {"history": 3, "algo": "max"}, {"history": 3, "algo"
 def test_a_history_by_hand(way):
     scales, layer = new("delayed", **WAYS[way])
     scales.add_layer("another")
-    scales.no_history_yet = False  # as after a step without amaxes
+    scales.has_history = True  # as after a step without amaxes
     scale = 1.0
     for amaxes, following in STEPS:
         for amax in amaxes:
@@ -159,12 +159,12 @@ def test_the_first_step_casts_as_tensorwise_does():
         same(layer.cast(x, "g").rowwise, new("tensorwise", margin=1)[1].cast(x, "g").rowwise)
         layer.cast(1e3 * x, "g", record=False)
     scales.end_step()
-    assert not scales.no_history_yet and scales.scale[2] == 57344 / 2 / batches.abs().max()
+    assert scales.has_history and scales.scale[2] == 57344 / 2 / batches.abs().max()
     again = new("delayed", margin=1)[0]
     load_fp8_state(again, fp8_state(new("delayed", margin=1)[0]))
-    assert again.no_history_yet, "a run in 16 bits has no amaxes"
+    assert not again.has_history, "a run in 16 bits has no amaxes"
     load_fp8_state(again, fp8_state(scales))
-    assert not again.no_history_yet
+    assert again.has_history
 
 
 def test_gradients_have_their_own_limit():
@@ -204,7 +204,7 @@ def agree(mesh, name, role):
     scales.add_layer("fc2")
     both = torch.arange(1.0, 9.0).view(4, 2)
     x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
-    scales.no_history_yet = False
+    scales.has_history = True
     mesh.observer.counts.clear()
     cast = layer.weight(x, axis) if role == "w" else layer.cast(x, role, "both", axis)
     sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
@@ -267,7 +267,7 @@ def test_zeros_infinity_and_nan(name):
 
 def test_overflow_saturates_for_one_step():
     scales, layer = new("delayed")
-    scales.no_history_yet = False
+    scales.has_history = True
     x = torch.full((1, 2), 1000.0)
     assert fp8_decode(layer.cast(x, "x", "rowwise").rowwise).tolist() == [[448.0, 448.0]]
     scales.end_step()

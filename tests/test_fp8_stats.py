@@ -47,7 +47,7 @@ def row(numbers: dict, tensor: str) -> list[float]:
 def test_counts_by_hand():
     """Delayed, scale 1: E4M3 goes to 448 and down to 2^-9, E5M2 to 57344 and down to 2^-16; ties to zero."""
     stats, scales, layer = new(Delayed())
-    scales.no_history_yet = False
+    scales.has_history = True
     layer.weight(weight := torch.tensor([[448.0, 449.0, 1.0, 0.0]]))  # of an evaluation before
     stats.begin()
     layer.cast(torch.tensor([[500.0, -449.0, 448.0, 0.0], [2**-9, -(2**-10), 1e-5, 1.0]]), "x")
@@ -153,7 +153,7 @@ def test_names_of_a_pipeline_of_unequal_ranks():
 def _on_a_stage(world: World) -> dict:
     mesh = Mesh.build(ParallelConfig(pipeline_model_parallel_size=3), world, CPU)
     scales = Scales(Delayed(), CPU)
-    scales.no_history_yet = False
+    scales.has_history = True
     layers = [
         scales.add_layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
     ]

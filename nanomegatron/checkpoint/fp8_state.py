@@ -30,5 +30,5 @@ def load_fp8_state(scales: Scales, state: Mapping[str, torch.Tensor]) -> None:
         scales.history[:, layer.slots] = state[f"{name}.fp8_history"].to(scales.history.device)
         scales.scale[layer.slots] = state[f"{name}.fp8_scale"].to(scales.scale.device)
     scales.set_inverses(1.0 / scales.scale)
-    scales.no_history_yet = not bool((scales.history != 0).any() | (scales.scale != 1).any())
+    scales.has_history = bool((scales.history != 0).any() | (scales.scale != 1).any())
     scales.clear_weight_cache()

@@ -109,7 +109,7 @@ class Fp8Stats(Observer):
         scales.stats_hook = None
         most = torch.zeros(2, len(self.amax), device=self.device)
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
-        if recipe.keeps_history and not scales.no_history_yet:  # else the scales of this step's amax
+        if recipe.keeps_history and scales.has_history:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale
         amax, scale = all_reduce_(most, self.run.mesh.world, "max")
         values, saturated, underflow = all_reduce_(self.counts, self.run.mesh.world)
