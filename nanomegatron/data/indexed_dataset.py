@@ -17,7 +17,6 @@ sizes of the files.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -32,6 +31,11 @@ import numpy as np
 
 from nanomegatron.config.durable import sync, sync_folder
 from nanomegatron.data.sidecar import read_sidecar
+
+try:
+    import fcntl
+except ImportError:  # only on Unix
+    fcntl = None
 
 _MAGIC = b"MMIDIDX\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"  # with the version, 1
 _HEADER = struct.Struct("<17sBQQ")
@@ -271,7 +275,8 @@ class IndexedDataset:
 
     def _check_documents(self) -> None:
         bounds, sequences = self.document_indices, len(self.sequence_lengths)
-        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
+        falls = any((np.diff(bounds[at : at + _CHUNK + 1]) < 0).any() for at in range(0, len(bounds), _CHUNK))
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or falls:
             raise ValueError(
                 f"{self.prefix}.idx: document bounds {bounds[:1]}..{bounds[-1:]}; "
                 f"they rise from 0 to the {sequences} sequences"
@@ -334,8 +339,10 @@ def file_lock(path: str | Path) -> Iterator[None]:
 def lock_file(file: IO, wait: bool = True) -> bool:
     """Lock a file until it is closed; returns False if another process holds it and `wait` is False.
 
-    A file system without locks raises OSError.
+    On a system without locks (Windows) nothing is locked; a file system without them raises OSError.
     """
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
