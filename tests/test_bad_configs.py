@@ -296,6 +296,10 @@ KINDS = {
 """,
     "place to write": """
 --data-path words --tokenizer-type ByteTokenizer --save file/ckpt | --save file/ckpt: cannot write to
+--data-path words --metrics-jsonl file/x | --metrics-jsonl file/x: file is a file; give another folder
+--data-path words --metrics-jsonl folder | --metrics-jsonl folder: is a folder; give the name of a file
+--data-path words --trace-dir file/deep/x | --trace-dir file/deep/x: file is a file
+--data-path words --tensorboard-dir file | --tensorboard-dir file
 """,
 }
 LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4)

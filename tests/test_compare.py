@@ -248,7 +248,7 @@ def test_a_run_that_is_not_there_gets_the_nearest(capsys):
     assert "gpt-tp has a config.toml; did you mean gpt-tp2?" in capsys.readouterr().err
 
 
-def test_a_run_that_has_only_evaluated_is_none_to_compare(capsys):
+def test_a_run_that_has_only_evaluated_is_left_out(capsys):
     folder = write_run("a", [4.0])
     write_run("b", [4.0])
     more = dict(iteration=1, split="validation", lm_loss=7.5, eval_only=True)
@@ -258,8 +258,10 @@ def test_a_run_that_has_only_evaluated_is_none_to_compare(capsys):
     (Path("runs") / "seen").mkdir()
     (Path("runs") / "seen" / "evals.jsonl").write_text(json.dumps(more) + "\n")
     assert runs.last_record(Path("runs/seen/evals.jsonl"), "validation") == more
-    assert "7.5" not in compared(capsys, "a", "b")
-    assert compare.main(["a", "seen", "b"]) == 2
+    out = compared(capsys, "a", "seen", "b")
+    assert "7.5" not in out
+    assert "seen has trained nothing and is left out" in out and "b and a: losses are identical" in out
+    assert compare.main(["seen"]) == 2
     assert "seen has trained nothing: evals.jsonl and log.txt" in capsys.readouterr().err
 
 

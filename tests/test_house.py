@@ -18,9 +18,9 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2319           70            111      28      25      29
-commands             910           31             68      25      11      20
-config              2203          100            125      10      36      53
+checkpoint          2325           70            111      28      25      30
+commands             917           31             69      25      11      21
+config              2212          100            125      10      37      52
 core                2993            3             99      16       7      24
 data                1613           64             71      19      11       8
 debug                624           26             42       4       4      11

@@ -59,6 +59,7 @@ class HostBuffer:
         self.descriptor = os.memfd_create("checkpoint")
         self.ready: Future = Future()
         self.locked: list[torch.Tensor] = []
+        self.wanted = False  # a save waits
         self.closed = False
         threading.Thread(target=self._prepare, daemon=True).start()
 
@@ -80,13 +81,14 @@ class HostBuffer:
             self.close()
 
     def _lock(self, data: torch.Tensor) -> None:
-        """Page-lock data `[size]` in parts, with pauses as long; stop if closed."""
+        """Page-lock data `[size]` in parts, with pauses as long until a save waits for it; stop if closed."""
         for part in takewhile(lambda _: not self.closed, data.split(LOCKED)):
             begin = time.monotonic()
             if code := int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), len(part), 0)):
                 raise RuntimeError(f"cudaHostRegister of {len(part)} bytes: error {code}")
             self.locked.append(part)
-            time.sleep(time.monotonic() - begin)
+            if not self.wanted:
+                time.sleep(time.monotonic() - begin)
 
     def close(self) -> None:
         """Free the memory, unlocked: else CUDA would use it for whatever is mapped there afterwards."""
@@ -103,6 +105,7 @@ class HostBuffer:
 
     def views(self, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """A place for each piece's elements, one after another as in the file -> `[...]`, in its shape"""
+        self.wanted = True
         tensors = [piece.data for piece in pieces]
         sizes = [x.nbytes for x in tensors]
         places = self.ready.result()[: sum(sizes)].split(sizes)

@@ -89,7 +89,10 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     if found is None or not found[0].get("consumed_samples"):
         return [wanted]
     counts, note = found[0].get("data_samples", []), ""
-    before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
+    try:
+        before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
+    except ValueError as error:
+        raise CheckpointError(f"{root}: its settings cannot be read ({error})") from None
     if not isinstance(counts, list) or not all(type(n) is int and n > 0 for n in counts):
         raise CheckpointError(f"{root}: data_samples {str(counts)[:80]} are not numbers of samples")
     if not counts:

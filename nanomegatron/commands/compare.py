@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanomegatron.commands.runs import aligned, find_run, state_of
+from nanomegatron.commands.runs import aligned, find_run, only_evaluated, state_of
 from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
 from nanomegatron.config.help import CommandParser
 from nanomegatron.config.rules import values_of
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     add("--picture", "--png", type=Path, metavar="FILE", help="draw the losses: a .png, .svg or .pdf")
     args = parser.parse_args(argv)
     try:
-        runs = [read_run(word) for word in dict.fromkeys(args.runs)]
+        runs = [read_run(word) for word in trained(args.runs)]
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
         tables = [aligned(table, width) for table in (fact_table(runs), settings_table(runs))]
         words, largest = differences(runs)
@@ -71,6 +71,16 @@ def main(argv: list[str]) -> int:
         print(f"--rtol {args.rtol:g}: the largest difference is {largest:.1e}", file=sys.stderr)
         return 1
     return 0
+
+
+def trained(words: Sequence[str]) -> list[str]:
+    """Leave out runs that have only evaluated, with a note; all if there is no other."""
+    every = list(dict.fromkeys(words))
+    found = [word for word in every if not only_evaluated(word)]
+    for word in every if found else ():
+        if word not in found:
+            print(f"note    {escaped(word)} has trained nothing and is left out: see its evals.jsonl")
+    return found or every
 
 
 def read_run(word: str) -> RecordedRun:

@@ -113,7 +113,7 @@ def schedule_errors(config: Config) -> Iterator[str]:
 
 
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
-    """Yield the errors in a run's name, packages and steps, and in what it does about bad steps."""
+    """Yield the errors in a run's name, packages, files and steps, and in what it does about bad steps."""
     run = config.run
     if run.run_name is not None and not _names_a_folder(run.run_name):
         yield (
@@ -123,6 +123,15 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
         if (value := getattr(run, name)) and importlib.util.find_spec(package) is None:
             yield f"{flag(name)} {value}: needs the package {package}: pip install {package}"
+    for name in ("metrics_jsonl", "memory_snapshot_path", "tensorboard_dir", "trace_dir"):
+        if value := getattr(run, name):
+            path = Path(value)
+            is_file = name in ("metrics_jsonl", "memory_snapshot_path")
+            folder = next(above for above in (path, *path.parents)[is_file:] if above.exists())
+            if is_file and path.is_dir():
+                yield f"{flag(name)} {value}: is a folder; give the name of a file"
+            elif not folder.is_dir():
+                yield f"{flag(name)} {value}: {folder} is a file; give another folder"
     file = run.exit_on_preemption_file
     mode = config.faults.rerun_mode
     strange = [rank for rank in run.profile_ranks if rank >= world]

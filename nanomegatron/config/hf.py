@@ -287,15 +287,15 @@ def _experts(hf: dict, family: str) -> dict[str, Any]:
     """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
     if "num_experts" not in FAMILIES[family]["keys"]:
         return {}
-    dense = hf.get("mlp_only_layers") or []
+    dense = hf.get("mlp_only_layers")
     step = hf.get("decoder_sparse_step", 1)
-    if not isinstance(dense, list):
+    if not isinstance(dense, list | None):
         raise ValueError(f"mlp_only_layers = {dense!r:.80}: must be a list of layers")
     _positive("decoder_sparse_step", step, int)
     experts, chosen = (FAMILIES[family]["keys"][name] for name in ("num_experts", "moe_router_topk"))
     if hf[chosen] > hf[experts]:
         raise ValueError(f"{chosen} = {hf[chosen]}: must be at most {experts} = {hf[experts]}")
-    on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
+    on = [i not in (dense or ()) and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
     return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}
 

@@ -1,4 +1,4 @@
-"""Same result as `moe.GroupedLinearFunction` to the precision of FP8, with the matmuls of experts in FP8.
+"""Same result as `moe.grouped_linear` to the precision of FP8, with the matmuls of experts in FP8.
 
 torch's grouped matmul supports only a scale per row and only E4M3. So only the rowwise recipe quantizes
 experts, with gradients in E4M3 in the hybrid format, too; with other recipes they multiply in bf16. Both
