@@ -175,7 +175,7 @@ class Embedding(nn.Module):
                 init.at("position_embeddings.weight"),
                 (max_sequence_length, config.hidden_size),
                 tp,
-                partial=config.sequence_parallel,
+                partial_grad=config.sequence_parallel,
             )
 
     def forward(self, batch: Batch) -> torch.Tensor:

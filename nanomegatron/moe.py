@@ -107,7 +107,7 @@ class MoELayer(nn.Module):
                 init.at("shared_experts.gate_weight"),
                 (1, config.hidden_size),
                 mesh.tp,
-                partial=config.sequence_parallel,
+                partial_grad=config.sequence_parallel,
             )
         self.dispatcher = AllGatherDispatch(self.experts)
         if config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1:
@@ -241,8 +241,8 @@ class AllToAllDispatch(TokenDispatch):
         x `[t, h]`, probs, ids `[t, k]` -> rows `[r, h]` and where they are
         """
         capacity = self.capacity(len(ids))
-        to_ranks, ends = self.route_to_ranks(ids, capacity).cut_to_size()
-        over_ep, over_etp = self.exchange_sizes(to_ranks, ends)
+        to_ranks, rank_ends = self.route_to_ranks(ids, capacity).cut_to_size()
+        over_ep, over_etp = self.exchange_sizes(to_ranks, rank_ends)
 
         # tokens and their choices
         x = self.send(self.permute(x, to_ranks), over_ep, over_etp)
@@ -254,12 +254,12 @@ class AllToAllDispatch(TokenDispatch):
         dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
         return self.permute(x, routing), dispatched
 
-    def exchange_sizes(self, to_ranks: Routing, ends: list[int]) -> tuple[ExchangeSizes, ExchangeSizes]:
+    def exchange_sizes(self, to_ranks: Routing, rank_ends: list[int]) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers.
 
-        ends: where the rows for each ep rank begin, and where the last ones end.
+        rank_ends: where the rows for each ep rank begin, and where the last ones end.
         """
-        sent = [end - begin for begin, end in pairwise(ends)]
+        sent = [end - begin for begin, end in pairwise(rank_ends)]
         received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
         etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
         arrived = etp_received[self.mesh.etp.rank]
@@ -387,7 +387,7 @@ class GroupedExperts(nn.Module):
         self.bias1 = self.bias2 = None
         if not config.disable_bias_linear:
             self.bias1 = new_parameter(spec(fc1, "bias"), init, fill=0.0)
-            whole = [replica(f"{layer}.bias", (h,), etp, partial=True) for layer in fc2]
+            whole = [replica(f"{layer}.bias", (h,), etp, partial_grad=True) for layer in fc2]
             self.bias2 = new_parameter(stacked(whole, expert=True), init, fill=0.0)
 
     def forward(

@@ -136,9 +136,9 @@ def shard(
     return Part(name, shape, axis, dim, start, stop, replicas=copies, partial=holders)
 
 
-def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
-    """Return the part that every rank of the axis holds whole; partial: each has a partial gradient."""
-    return Part(name, shape, axis, stop=shape[0], replicas=axis.size, partial=axis if partial else None)
+def replica(name: str, shape: tuple[int, ...], axis: Axis, partial_grad: bool = False) -> Part:
+    """Return the part that every rank holds whole; partial_grad: each has a partial sum of its gradient."""
+    return Part(name, shape, axis, stop=shape[0], replicas=axis.size, partial=axis if partial_grad else None)
 
 
 def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
@@ -170,10 +170,10 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
 
 
 def replicated(
-    init: Init, shape: tuple[int, ...], axis: Axis, partial: bool = False, fill: float | None = None
+    init: Init, shape: tuple[int, ...], axis: Axis, partial_grad: bool = False, fill: float | None = None
 ) -> nn.Parameter:
     """Create a parameter that every rank of the axis holds, as `replica` says; only matrices decay."""
-    part = replica(init.name, shape, axis, partial)
+    part = replica(init.name, shape, axis, partial_grad)
     return new_parameter(ParamSpec((part,), shape, decay=len(shape) == 2), init, fill)
 
 

@@ -144,7 +144,7 @@ class Router(nn.Module):
         self.layer = layer
         self.mesh = mesh
         self.weight = replicated(
-            init.at("weight"), (experts, config.hidden_size), mesh.tp, partial=config.sequence_parallel
+            init.at("weight"), (experts, config.hidden_size), mesh.tp, partial_grad=config.sequence_parallel
         )
         self.bias = None
         if not config.disable_bias_linear:  # drawn like the weight, as Megatron does

@@ -264,7 +264,7 @@ class Several(nn.Module):
 
     def __init__(self, tp) -> None:
         super().__init__()
-        q, k = (replica(name, (3, 50), tp, partial=name == "k") for name in "qk")
+        q, k = (replica(name, (3, 50), tp, partial_grad=name == "k") for name in "qk")
         fused = ParamSpec((q, type(k)(**{**vars(k), "local_start": 3})), (6, 50))
         self.fused = new_parameter(fused, Init(), 1.0)
         self.norm = new_parameter(ParamSpec((replica("norm", (70,), tp, True),), (70,)), Init(), 1.0)

@@ -209,7 +209,7 @@ def test_embedding_and_tied_logits(cut, size):
 def words_and_positions(mesh, cut, packed):
     """The rank that has an id adds its position, which changes no bit; gradients are the dense ones."""
     layer = VocabParallelEmbedding(9, 16, 6, mesh.tp, INIT.at("embedding.word_embeddings"), cut)
-    part = replica("positions", (5, 6), mesh.tp, partial=cut)
+    part = replica("positions", (5, 6), mesh.tp, partial_grad=cut)
     layer.positions = new_parameter(ParamSpec((part,), (5, 6)), INIT.at("positions"))
     whole = fill(layer)
     table, positions = whole["embedding.word_embeddings.weight"], whole["positions"]

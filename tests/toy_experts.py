@@ -30,7 +30,7 @@ EXPERTS, INNER = 4, 6
 
 
 def dense(name: str, shape: tuple, mesh: Mesh, dtype) -> nn.Parameter:
-    part = replica(name, shape, mesh.tp, partial=True)
+    part = replica(name, shape, mesh.tp, partial_grad=True)
     return new_parameter(ParamSpec((part,), shape), Init(dtype=dtype, std=0.4))
 
 

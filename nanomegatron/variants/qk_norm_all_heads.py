@@ -30,7 +30,7 @@ class HeadsNorm(nn.Module):
         self.eps = norm.eps
         self.from_one = norm.from_one
         self.axis = spec.parts[0].axis
-        self.weight = replicated(init, (size,), self.axis, partial=True, fill=1 - self.from_one)
+        self.weight = replicated(init, (size,), self.axis, partial_grad=True, fill=1 - self.from_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
