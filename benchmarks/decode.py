@@ -44,7 +44,8 @@ from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import to_hf
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import Config
-from nanomegatron.fast.decode import plain_reason, read_later
+from nanomegatron.fast.decode import plain_reason
+from nanomegatron.fast.host_copy import AsyncHostCopy
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.report.generate import stream
 from tools.gpu_gate import build_kernels, commit_of
@@ -114,11 +115,11 @@ def theirs(config: Config, mesh: Mesh) -> tuple[nn.Module, Text]:
         cache = caches[b, length]
         cache.reset()
         tokens = step(torch.tensor(prompts, device=device), torch.arange(s, device=device), cache)
-        read = read_later(tokens[:, 0])
+        read = AsyncHostCopy(tokens[:, 0]).read
         for place in range(s, s + new - 1):
             at = torch.full((1,), place, device=device)
             tokens = compiled(tokens, at, cache).clone()
-            before, read = read, read_later(tokens[:, 0])
+            before, read = read, AsyncHostCopy(tokens[:, 0]).read
             yield before()
         yield read()
 

@@ -11,7 +11,8 @@ from nanomegatron import moe
 from nanomegatron.comm import all_to_all
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast import moe_pieces
-from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, start_exchange
+from nanomegatron.fast.host_copy import AsyncHostCopy
+from nanomegatron.fast.moe_dispatch import OverlappedMoe, start_exchange
 from nanomegatron.mesh import Mesh
 from nanomegatron.moe import route_and_combine
 from nanomegatron.ops.permute import Routing, route

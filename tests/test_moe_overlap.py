@@ -14,7 +14,8 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import moe_dispatch
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
-from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split_rows
+from nanomegatron.fast.host_copy import AsyncHostCopy
+from nanomegatron.fast.moe_dispatch import OverlappedMoe, split_rows
 from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import TransformerLayer

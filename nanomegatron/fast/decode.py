@@ -29,6 +29,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import capture_graph, has_hooks
+from nanomegatron.fast.host_copy import AsyncHostCopy
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.ops.softmax import scaled_softmax
 from nanomegatron.pp import ModelChunks
@@ -195,7 +196,7 @@ class Decoder:
             before, read = read, None
             if position < last:
                 chosen = self(tokens).argmax(-1)
-                read = read_later(chosen)
+                read = AsyncHostCopy(chosen).read
                 if position < longest:
                     chosen = torch.where(lengths > position, given[:, position], chosen)
                 tokens = chosen[:, None]
@@ -208,19 +209,3 @@ class Decoder:
             yield found
             if position >= max(ends):
                 return
-
-
-def read_later(ids: torch.Tensor) -> Callable[[], list[int]]:
-    """Begin to copy ids `[b]` to the host; return the function that waits for the copy and returns them."""
-    if not ids.is_cuda:
-        return ids.tolist
-    host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-    host.copy_(ids, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read

@@ -27,6 +27,7 @@ from nanomegatron.comm import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from nanomegatron.fast.host_copy import AsyncHostCopy
 from nanomegatron.fast.moe_pieces import (
     AsyncExchange,
     FinishExchange,
@@ -297,22 +298,6 @@ def padded_ends(routing: Routing, experts: int) -> list[int]:
 def cut_to(routing: Routing, ends: list[int] | None) -> Routing:
     """The tables without the rows past the last expert's, if the host knows the offsets, `ends`."""
     return routing if ends is None else replace(routing, source=routing.source[: ends[-1]])
-
-
-class AsyncHostCopy:
-    """A copy of numbers `[...]` from the GPU to the host, in flight as soon as this is constructed."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self.numbers, self.event = numbers.to("cpu", non_blocking=True), None
-        if numbers.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def read(self) -> list:
-        """Wait for the copy, and all work launched before it, and return the numbers."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.numbers.tolist()
 
 
 def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:

@@ -14,7 +14,8 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import quantize_experts
-from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
+from nanomegatron.fast.host_copy import AsyncHostCopy
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.faults.launch import launch
 from nanomegatron.fp8 import RowScaled, Scales
