@@ -74,11 +74,8 @@ class BlockHashes:
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Writes a pair of files; as a context manager it removes them unless `finalize` was called."""
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32, keep: bool = False) -> None:
-        """keep: what is written stays in PREFIX.bin.tmp if it is not finished, and can be adopted later.
-
-        Raises ValueError for a type that the format lacks, or if another process writes `prefix`.
-        """
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32) -> None:
+        """Raises ValueError for a type that the format lacks, or if another process writes `prefix`."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         codes = {name: code for code, name in _TYPES.items()}
         if self.dtype.name not in codes:
@@ -90,16 +87,15 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._lengths, self._documents = array("i"), array("q", [0])
         self._hashes = BlockHashes()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin, self._keep = open(self.prefix + ".bin.tmp", "a+b"), keep  # noqa: SIM115
+        self._bin = open(self.prefix + ".bin.tmp", "ab")  # noqa: SIM115
         if not lock_file(self._bin, wait=False):
             self._bin.close()
             raise ValueError(f"{self.prefix}: another process is writing it")
-        if not keep:
-            self._bin.truncate(0)
+        self._bin.truncate(0)
 
     def __exit__(self, *error: object) -> None:
         if not self._bin.closed:
-            for suffix in [".idx.tmp"] if self._keep else [".bin.tmp", ".idx.tmp"]:
+            for suffix in (".bin.tmp", ".idx.tmp"):
                 Path(self.prefix + suffix).unlink(missing_ok=True)
             self._bin.close()
 
@@ -134,31 +130,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).view(np.uint8).data
             self._bin.write(data)
             self._hashes.update(data)
-        self._count(tokens.size, lengths)
-
-    def kept(self, count: int) -> bytes:
-        """The bytes of the next `count` tokens in what was kept; fewer if the file ends before."""
-        self._bin.seek(self.tokens * self.dtype.itemsize)
-        return self._bin.read(count * self.dtype.itemsize)
-
-    def adopt(self, data: bytes, lengths: np.ndarray) -> None:
-        """Take over the documents whose tokens `kept` has returned."""
-        tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
-        self.max_token = max(self.max_token, int(tokens.max()) if tokens.size else -1)
-        self._hashes.update(memoryview(data))
-        self._count(tokens.size, lengths)
-
-    def cut(self) -> None:
-        """Drop what was kept and not adopted; what is written next follows what was."""
-        self._bin.truncate(self.tokens * self.dtype.itemsize)
-        self._bin.seek(0, os.SEEK_END)
-
-    def sync(self) -> None:
-        """Bring what is written to the disk."""
-        sync(self._bin)
-
-    def _count(self, tokens: int, lengths: np.ndarray) -> None:
-        self.tokens += tokens
+        self.tokens += tokens.size
         self._documents.frombytes((self.sequences + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
 

@@ -2,16 +2,15 @@
 
     PREFIX_KEY_document.bin.tmp     the tokens so far
     PREFIX.unfinished/run.json      what the run was: files, keys, tokenizer
-    PREFIX.unfinished/00000.npz     a shard of 128 MiB of text that is complete: the lengths of its documents,
-                                    the SHA-256 of its tokens, and the place in the input behind it
+    PREFIX.unfinished/00000.npz     the tokens of 64 MiB of text, and the place in the input behind it
 
-With --resume a shard is synced to disk when it is complete. The next run compares the tokens of each with
-their hash, keeps them up to the first that is not right, and reads the input from there on. Nothing of this
-loads as a data set; the finished files are those of a run that was never interrupted, to the byte.
+With --resume the tokens are also kept in shards, each synced to disk when it is complete. The next run writes
+those of the shards again, up to the first that is damaged or missing, and reads the input from there on.
+Nothing of this loads as a data set; the finished files are those of a run that was never interrupted, to the
+byte.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -30,7 +29,8 @@ from nanomegatron.data.samples import marks
 from nanomegatron.data.text import Encoded
 from nanomegatron.data.tokenizer import Tokenizer, ends_of_text, named_ids
 
-SHARD_BYTES = 1 << 27  # of text
+SHARD_BYTES = 1 << 26  # of text
+Chunk = tuple[list[Encoded], list[str], InputPlace]  # under each key, lines left out, the place behind it
 
 
 class DatasetOutput:
@@ -40,25 +40,25 @@ class DatasetOutput:
         self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], facts: dict[str, Any]
     ):
         """facts: what the .json says of how the ids were made."""
-        self.prefix, self.tokenizer = str(prefix), tokenizer
-        self.keys, self._facts = keys, facts
-        self.place, self.skipped = InputPlace(), []
+        self.prefix = str(prefix)
+        self.tokenizer = tokenizer
+        self.keys = keys
+        self._facts = facts
+        self.place = InputPlace()
+        self.skipped: list[str] = []
         self._sizes: list[list[np.ndarray]] = [[] for _ in keys]  # bytes of text of each sequence
-        self._unfinished: Path | None = None
-        self._shards, self._start = 0, time.monotonic()
-        self._begin_shard()
+        self._unfinished: Path | None = None  # the folder of shards
+        self._shards = 0
+        self._open: list[Chunk] = []  # the shard that is not complete
+        self._start = time.monotonic()
 
     @contextlib.contextmanager
     def open(self, files: list[str], resume: bool) -> Iterator["DatasetOutput"]:
         """Open the builders; `resume`: go on from the shards of an earlier run, and keep this one's."""
         with contextlib.ExitStack() as stack:
             dtype = best_dtype(self.tokenizer.vocab_size)
-            self.builders = [
-                stack.enter_context(
-                    IndexedDatasetBuilder(f"{self.prefix}_{key}_document", dtype, keep=resume)
-                )
-                for key in self.keys
-            ]
+            names = [f"{self.prefix}_{key}_document" for key in self.keys]
+            self.builders = [stack.enter_context(IndexedDatasetBuilder(name, dtype)) for name in names]
             if resume:
                 self._unfinished = Path(f"{self.prefix}.unfinished")
                 self._check_run(files)
@@ -75,41 +75,33 @@ class DatasetOutput:
 
     def add(self, parts: list[Encoded], skipped: list[str], place: InputPlace) -> None:
         """Write the documents of a chunk, and note which lines were left out."""
+        self._write(parts, skipped, place)
+        if self._unfinished:
+            self._open.append((parts, skipped, place))
+            if sum(int(part.text_bytes.sum()) for parts, _, _ in self._open for part in parts) >= SHARD_BYTES:
+                self._keep_shard()
+
+    def _write(self, parts: list[Encoded], skipped: list[str], place: InputPlace) -> None:
         self.skipped += skipped
         self.place = place
         for builder, part, sizes in zip(self.builders, parts, self._sizes):
             builder.add_documents(part.tokens, part.lengths)
             sizes.append(part.text_bytes[part.lengths > 0])
-        if self._unfinished:
-            self._open_skipped += skipped
-            for part, digest, lengths, sizes in zip(
-                parts, self._digests, self._open_lengths, self._open_sizes
-            ):
-                digest.update(part.tokens.astype(part.tokens.dtype.newbyteorder("<")).tobytes())
-                lengths.append(part.lengths)
-                sizes.append(part.text_bytes)
-            self._open_bytes += sum(int(part.text_bytes.sum()) for part in parts)
-            if self._open_bytes >= SHARD_BYTES:
-                self._keep_shard()
-
-    def _begin_shard(self) -> None:
-        self._open_bytes, self._open_skipped = 0, []
-        self._digests = [hashlib.sha256() for _ in self.keys]
-        self._open_lengths: list[list[np.ndarray]] = [[] for _ in self.keys]
-        self._open_sizes: list[list[np.ndarray]] = [[] for _ in self.keys]
 
     def _keep_shard(self) -> None:
-        """Bring the tokens of the open shard to the disk, and then say that they are there."""
-        facts = {"place": np.array(self.place, np.int64), "skipped": json.dumps(self._open_skipped)}
-        for k, builder in enumerate(self.builders):
-            builder.sync()
-            facts[f"sha256 {k}"] = self._digests[k].hexdigest()
-            facts[f"lengths {k}"] = np.concatenate(self._open_lengths[k])
-            facts[f"sizes {k}"] = np.concatenate(self._open_sizes[k])
-        with publish(self._unfinished / f"{self._shards:05}.npz") as temporary, open(temporary, "wb") as file:
+        """Write the open shard to the disk."""
+        skipped = [line for _, lines, _ in self._open for line in lines]
+        facts = {"place": np.array(self.place, np.int64), "skipped": json.dumps(skipped)}
+        for k in range(len(self.keys)):
+            columns = zip(*(parts[k] for parts, _, _ in self._open))
+            facts |= {f"{name} {k}": np.concatenate(c) for name, c in zip(Encoded._fields, columns)}
+        with publish(self._shard(self._shards)) as temporary, open(temporary, "wb") as file:
             np.savez(file, **facts)
         self._shards += 1
-        self._begin_shard()
+        self._open = []
+
+    def _shard(self, number: int) -> Path:
+        return self._unfinished / f"{number:05}.npz"
 
     def _check_run(self, files: list[str]) -> None:
         """Note what this run is. Raises ValueError if the shards there are of another one."""
@@ -136,35 +128,14 @@ class DatasetOutput:
                 )
 
     def _take_up(self) -> None:
-        """Adopt the shards that are complete and right, and drop what is behind them."""
-        while (path := self._unfinished / f"{self._shards:05}.npz").exists() and self._adopt(path):
+        """Write what complete shards hold, and drop those behind the first that is damaged."""
+        while (chunk := read_shard(self._shard(self._shards), len(self.keys))) is not None:
+            parts, skipped, place = chunk
+            self._write(parts, skipped, place)
             self._shards += 1
         for path in self._unfinished.glob("*.npz"):
             if int(path.stem) >= self._shards:
                 path.unlink()
-        for builder in self.builders:
-            builder.cut()
-
-    def _adopt(self, path: Path) -> bool:
-        """Take a shard over; False if its file is damaged, or its tokens are not those with the hash."""
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                facts: dict[str, Any] = dict(file)
-            place, skipped = InputPlace(*facts["place"].tolist()), json.loads(str(facts["skipped"]))
-            found = []
-            for k, builder in enumerate(self.builders):
-                lengths, data = facts[f"lengths {k}"], builder.kept(int(facts[f"lengths {k}"].sum()))
-                if hashlib.sha256(data).hexdigest() != str(facts[f"sha256 {k}"]):
-                    return False
-                found.append((data, lengths, facts[f"sizes {k}"][lengths > 0]))
-        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
-            return False
-        for builder, sizes, (data, lengths, own) in zip(self.builders, self._sizes, found):
-            builder.adopt(data, lengths)
-            sizes.append(own)
-        self.skipped += skipped
-        self.place = place
-        return True
 
     def finish(self) -> list[str]:
         """Make the data sets loadable -> a line of report for each. Raises ValueError without a token."""
@@ -208,3 +179,14 @@ class DatasetOutput:
         if self.tokenizer.suffix_ids and self._facts.get("append_eod"):
             text += f", then {named_ids(self.tokenizer, [self.tokenizer.eod])} of --append-eod"
         return f"; each document {text}" if text else ""
+
+
+def read_shard(path: Path, keys: int) -> Chunk | None:
+    """Return what a shard of `keys` keys holds, as `add` was given it; None if it is damaged or not there."""
+    try:
+        with np.load(path, allow_pickle=False) as file:  # compares checksums
+            facts: dict[str, Any] = dict(file)
+        parts = [Encoded._make(facts[f"{name} {k}"] for name in Encoded._fields) for k in range(keys)]
+        return parts, json.loads(str(facts["skipped"])), InputPlace._make(facts["place"].tolist())
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
+        return None
