@@ -10,6 +10,7 @@ that has not refuses the flags that it cannot follow.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -17,15 +18,17 @@ from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
 from nanomegatron.cp import context_attention, shard_batch
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.layers import OutputLayer
 from nanomegatron.lr_schedule import Schedule, Schedules
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.attention import Mask
 from nanomegatron.router import Router
 from nanomegatron.variants.cp_documents import shard_documents
 from nanomegatron.variants.cp_hierarchy import TwoLevels
 from nanomegatron.variants.cp_windows import windowed_attention
 from nanomegatron.variants.decoupled_lr import decoupled
+from nanomegatron.variants.document_packs import PackLoader
 from nanomegatron.variants.logit_softcaps import capped_attention, capped_logits
 from nanomegatron.variants.lr_styles import InverseSquareRoot, WarmupStableDecay
 from nanomegatron.variants.qk_norm_all_heads import HeadsNorm
@@ -121,3 +124,28 @@ def batch_sharding(config: Config) -> Callable[..., Batch]:
     if config.data.reset_attention_mask or config.data.variable_seq_lengths:
         return partial(shard_documents, types=types)
     return partial(shard_batch, types=types)
+
+
+def pick_loader(
+    config: Config, mesh: Mesh, eod: int, reads_tokens: bool, padded_vocab_size: int
+) -> Callable[[Any], BatchLoader | PackLoader]:
+    """Return what makes the loader of this rank's microbatches of a dataset. config: resolved."""
+    shard = batch_sharding(config)
+    if config.data.variable_seq_lengths:
+        return partial(
+            PackLoader,
+            config=config,
+            eod=eod,
+            mesh=mesh,
+            padded_vocab_size=padded_vocab_size,
+            shard=shard,
+        )
+    return partial(
+        BatchLoader,
+        data=config.data,
+        eod=eod,
+        dp=mesh.dp,
+        device=mesh.device,
+        tokens_too=reads_tokens,
+        shard=partial(shard, axis=mesh.cp),
+    )

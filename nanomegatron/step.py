@@ -8,7 +8,7 @@ Tests: tests/test_step.py. Page: docs/life-of-a-step.md.
 
 The loss is the mean over the unmasked tokens of the whole global batch, however they are spread over the
 microbatches: each token's loss is weighted by mask / tokens, with the tokens of dp x cp counted beforehand.
-Packs of documents are another kind of microbatch; ranks may have different numbers (data/packed_dataset.py).
+Packs of documents are another kind of microbatch; ranks may have different numbers (`variants/`).
 
 What only looks on (log, timers, trace, statistics, health) is an `Observer`, and stands nowhere in the step:
 
@@ -23,9 +23,8 @@ What only looks on (log, timers, trace, statistics, health) is an `Observer`, an
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,13 +32,11 @@ import torch
 from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
-from nanomegatron.data.loader import BatchLoader
-from nanomegatron.data.packed_dataset import PackLoader
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
-from nanomegatron.pick_variants import batch_sharding
+from nanomegatron.pick_variants import pick_loader
 from nanomegatron.pp import ModelChunks, execute, warm_up
 
 Numbers = dict[str, Any]  # 0-d tensors or floats by name
@@ -241,14 +238,12 @@ class Training:
         done = self.progress.iteration
         first = self.progress.samples_before[done]
         end = self.progress.samples_before[done + 1]
-        lengths = Counter({self.config.data.seq_length: end - first})
-        if self.config.data.variable_seq_lengths:
-            lengths = Counter(self.data.loaders[0].lengths(first, end - first))
-        return GlobalBatch(done + 1, first, end, lengths)
+        lengths = self.data.loaders[0].lengths(first, end - first)
+        return GlobalBatch(done + 1, first, end, Counter(lengths))
 
     def read(self, batch: GlobalBatch) -> list[Batch]:
         """Read this rank's microbatches of a global batch of the training data."""
-        return list(step_batches(self, self.data.loaders[0], batch.first, batch.size))
+        return self.data.loaders[0].batches(batch.first, batch.size)
 
     def next_batches(self) -> list[Batch]:
         """Begin the next iteration -> this rank's microbatches, on the device."""
@@ -297,23 +292,8 @@ class Training:
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
     """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
-    shard = batch_sharding(config)
-    if config.data.variable_seq_lengths:
-        vocab = model[0].padded_vocab_size
-        return tuple(d and PackLoader(d, config, eod, mesh, vocab, shard) for d in datasets)
-    sharing = (mesh.device, model.reads_tokens, partial(shard, axis=mesh.cp))
-    return tuple(d and BatchLoader(d, config.data, eod, mesh.dp, *sharing) for d in datasets)
-
-
-def step_batches(
-    run: Training, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
-) -> Iterator[Batch]:
-    """Yield this rank's microbatches of the global batch that begins at `first_sample`, on the device."""
-    if isinstance(loader, PackLoader):
-        yield from loader.batches(first_sample, batch_size)
-        return
-    for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
-        yield loader.get(first_sample + sample)
+    make = pick_loader(config, mesh, eod, model.reads_tokens, model[0].padded_vocab_size)
+    return tuple(dataset and make(dataset) for dataset in datasets)
 
 
 def warm_up_step(run: Training) -> None:

@@ -9,7 +9,7 @@ from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.data.packing import Ranks
+from nanomegatron.variants.packing import Ranks
 from tests.test_config_reuse import full_name
 
 GOOD = (

@@ -9,10 +9,10 @@ import pytest
 import train
 from benchmarks.long_tail import draw_lengths
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.launch import ending
 from nanomegatron.mesh import World
 from nanomegatron.report import plots
+from nanomegatron.variants.packing import Pack, Ranks, cost, plan
 from tests.megatron_data import write
 from tests.spmd import run_spmd
 from tests.training import Task, invented_text, set_up

@@ -9,11 +9,12 @@ import torch
 from benchmarks import long_tail
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
+from nanomegatron.data.document_dataset import DocumentDataset
 from nanomegatron.data.gpt_dataset import build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
-from nanomegatron.data.packed_dataset import DocumentDataset, PackLoader, load_pack
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.pick_variants import batch_sharding
+from nanomegatron.variants.document_packs import PackLoader, load_pack
 from tests.megatron_data import random_documents, write
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=126)

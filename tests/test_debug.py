@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import train
-from nanomegatron import dp, layers, optim, step, tp
+from nanomegatron import dp, layers, optim, tp
 from nanomegatron.commands.debug import main
 from nanomegatron.config.cli import parse
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.debug import run as debug_run
 from nanomegatron.debug.compare import Difference
 from nanomegatron.debug.layouts import flags_of
@@ -64,8 +65,8 @@ def wrong_norm_backward(world: World, *args) -> int:
 def wrong_rank(world: World, *args) -> int:
     """A rank of dp that reads the samples of its neighbour."""
     if world.rank == 1:
-        usual = step.step_batches
-        step.step_batches = lambda run, loader, first, size: usual(run, loader, first + 1, size)
+        usual = BatchLoader.batches
+        BatchLoader.batches = lambda loader, first, size: usual(loader, first + 1, size)
     return record_rank(world, *args)
 
 

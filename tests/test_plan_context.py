@@ -9,12 +9,12 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.cp import SequenceShard, context_attention
-from nanomegatron.data.packing import Ranks
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pick_variants import attention_over_cp
 from nanomegatron.plan.layer import CPMode, Sizes, attention_in_flight, saved_by_layer
 from nanomegatron.plan.memory import memory, memory_of_ranks
+from nanomegatron.variants.packing import Ranks
 from tests.spmd import run_spmd
 from tests.test_plan import CPU, CUDA, FULL, LLAMA3_8B, TINY, config
 

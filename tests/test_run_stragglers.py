@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from nanomegatron import step as step_module
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.stragglers import SLOW, Stragglers, medians_of_others, spread
 from nanomegatron.mesh import World
@@ -21,13 +21,13 @@ from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 def with_a_slow_rank(world: World, argv: list[str], folder: str, slow: int) -> str:
     """The log of a run in which rank `slow` sleeps 200 ms in every step; -1: none."""
     os.chdir(folder)
-    usual = step_module.step_batches
+    usual = BatchLoader.batches
 
-    def step_batches(*args):
+    def batches(*args):
         time.sleep(0.2 * (world.rank == slow))
         return usual(*args)
 
-    step_module.step_batches, plots.plot_loss = step_batches, lambda *_: None
+    BatchLoader.batches, plots.plot_loss = batches, lambda *_: None
     assert train.run_rank(world, argv) == DONE
     with open("runs/test/log.txt", encoding="utf-8") as file:
         return file.read()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import train
-from nanomegatron import step as step_module
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.tokenizer import NullTokenizer
 from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults.exit import BAD_CONFIG, DONE
@@ -150,12 +150,12 @@ def test_eval_only_is_the_evaluation_of_the_run(corpus, tmp_path):  # noqa: F811
 
 def without_samples(world: World, argv: list[str], folder: str, first: int, count: int) -> list[dict]:
     """A run whose data lacks `count` samples from `first` on."""
-    batches = step_module.step_batches
+    batches = BatchLoader.batches
 
-    def fewer(run, loader, sample, size):
-        return batches(run, loader, sample + count * (sample >= first), size)
+    def fewer(loader, sample, size):
+        return batches(loader, sample + count * (sample >= first), size)
 
-    step_module.step_batches = fewer
+    BatchLoader.batches = fewer
     return run_train(world, argv, folder)
 
 

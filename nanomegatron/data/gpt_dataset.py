@@ -20,7 +20,7 @@ with more iterations keeps the line and appends another, with its own seed:
     then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
 
 Several such datasets make a blend (blended_dataset.py); batches of both are prefetched (loader.py).
-Whole documents as samples: data/packed_dataset.py.
+Whole documents as samples: data/document_dataset.py.
 """
 
 import functools
@@ -37,8 +37,8 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
 from nanomegatron.data.cache import cached_arrays
+from nanomegatron.data.document_dataset import DocumentDataset
 from nanomegatron.data.indexed_dataset import IndexedDataset
-from nanomegatron.data.packed_dataset import DocumentDataset
 from nanomegatron.data.samples import Samples
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 

@@ -132,6 +132,15 @@ class BatchLoader(Prefetching):
         step = self._data.micro_batch_size * self._dp.size
         return self.take(first_sample, step).to(self._device)
 
+    def batches(self, first_sample: int, count: int) -> list[Batch]:
+        """Return this rank's microbatches of `count` samples from `first_sample` on, as `get` does."""
+        step = self._data.micro_batch_size * self._dp.size
+        return [self.get(first_sample + n) for n in range(0, count, step)]
+
+    def lengths(self, first_sample: int, count: int) -> list[int]:
+        """The tokens of each of these samples."""
+        return [self._data.seq_length] * count
+
     def read(self, first_sample: int, _: int) -> Batch:
         """Read this rank's part of the samples of a microbatch."""
         mine = first_sample + self._dp.rank * self._data.micro_batch_size

@@ -17,7 +17,6 @@ from nanomegatron.config.batch import stages
 from nanomegatron.config.check_layout import graph_conflict
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
-from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import Mesh
@@ -30,6 +29,7 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import chunks_kept, describe_memory, memory_of_ranks
 from nanomegatron.plan.room import Planned, check_room
 from nanomegatron.schedules import placement
+from nanomegatron.variants.packing import Ranks
 
 WHOLE_PROCESS = "; the column mem GiB is the whole process, with Python and torch, some 0.3 GiB more"
 

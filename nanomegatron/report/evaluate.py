@@ -9,7 +9,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.model import GPTModel
 from nanomegatron.plan.flops import bits_per_byte
 from nanomegatron.pp import execute
-from nanomegatron.step import Training, forward_microbatch, step_batches
+from nanomegatron.step import Training, forward_microbatch
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def evaluate(run: Training, stopped: Callable[[], bool], split: str = "validatio
     batch_size = config.data.global_batch_size
     iteration = run.progress.iteration
     for n in run.log.progress(f"{split} at step {iteration}", config.run.eval_iters):
-        batches = list(step_batches(run, loader, n * batch_size, batch_size))
+        batches = loader.batches(n * batch_size, batch_size)
         if stopped():
             run.log.line(f"{split} at step {iteration}: given up after {n} batches")
             return
