@@ -127,12 +127,14 @@ class Fp8LayerState:
 
         Raises RuntimeError if the weight is freed and its cast was discarded.
         """
-        if self.cached_weight is None and self.optimizer_cast is not None:  # fast/fp8_gather.py
+        if self.cached_weight is not None:
+            return self.cached_weight
+        if self.optimizer_cast is not None:  # fast/fp8_gather.py
             columnwise = self.recipe.transposed(self.optimizer_cast, "w")
             self.cached_weight = Quantized(self.optimizer_cast, columnwise)
-        if self.cached_weight is None:
-            if is_freed(param):
-                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
+        elif is_freed(param):
+            raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
+        else:
             self.cached_weight = self.cast(param, "w", "both", axis)
         return self.cached_weight
 
@@ -228,9 +230,8 @@ class Scales:
 class Recipe:
     """What all recipes share. Raises ValueError for unknown settings.
 
-    Where a tensor has one scale, it is that of earlier steps, or from the tensor's own amax. A recipe with
-    several has another `cast` and `transposed`. The fields are the settings of a run, not all of which matter
-    to each recipe.
+    A recipe with one scale a tensor has its own `scale`, another one its own `cast` and `transposed`. The
+    fields are the settings of a run, not all of which matter to each recipe.
     """
 
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
@@ -262,12 +263,15 @@ class Recipe:
         self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
         """Quantize x `[m, k]` as a tensor of the layer. The arguments are those of `Fp8LayerState.cast`."""
-        if layer.has_scale:
-            scale, inverse = layer.known_scale(role)
-        else:
-            scale, inverse = fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
+        scale, inverse = self.scale(layer, x, role, axis)
         output = Fp8Output(self.dtype(role), scale, layer.amax_of(role, record), copies)
         return Quantized.with_scale(output.cast(x), inverse)
+
+    def scale(
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale of x `[m, k]` from its own amax, and the scale's inverse -> `[]`, `[]`"""
+        return fp8_scale(tensor_amax(x, axis), self.limit(role))
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
@@ -290,6 +294,12 @@ class Delayed(Recipe):
 
     keeps_history = True
 
+    def scale(
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale for x `[m, k]` from the end of the last step, and its inverse -> `[]`, `[]`"""
+        return layer.known_scale(role) if layer.has_scale else super().scale(layer, x, role, axis)
+
     def end_step(self, scales: Scales) -> None:
         """Max-reduce the amaxes of this step over each axis; compute scales, and shift the history."""
         all_reduce_amax_(scales.history[0], scales.axes)
@@ -306,14 +316,20 @@ class RowScaled(Recipe):
     one_scale = False
     power_of_two = True
 
-    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
-        """Cast each row, and each column as a row of the other copy."""
-        return Quantized._make(fp8_cast_rows(x, self.dtype(role), self.limit(role), copies))
+    def cast(
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+    ) -> Quantized:
+        """Cast each row of x `[m, k]`, and each column as a row of the other copy."""
+        return self._rows(x, role, copies)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
-        limit = self.limit(role)
-        return fp8_cast_rows(rowwise.data, self.dtype(role), limit, "columnwise", rowwise.inverse)[1]
+        return self._rows(rowwise.data, role, "columnwise", rowwise.inverse).columnwise
+
+    def _rows(
+        self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None
+    ) -> Quantized:
+        return Quantized._make(fp8_cast_rows(x, self.dtype(role), self.limit(role), copies, inverse))
 
 
 class Blockwise(Recipe):
@@ -326,17 +342,22 @@ class Blockwise(Recipe):
         """Return the format's largest value."""
         return fp8_limit(self.dtype(role))
 
-    def cast(self, layer, x, role, copies, axis, record) -> Quantized:
-        """Cast each block; `axis` has other blocks, with scales of their own."""
-        return Quantized._make(self._blocks(x, role, copies))
+    def cast(
+        self, layer: Fp8LayerState, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+    ) -> Quantized:
+        """Cast each block of x `[m, k]`; `axis` has other blocks, with scales of their own."""
+        return self._blocks(x, role, copies)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
-        return self._blocks(rowwise.data, role, "columnwise", rowwise.inverse)[1]
+        return self._blocks(rowwise.data, role, "columnwise", rowwise.inverse).columnwise
 
-    def _blocks(self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None) -> Pair:
+    def _blocks(
+        self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None
+    ) -> Quantized:
         squares = role == "w"
-        return fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
+        blocks = fp8_cast_blocks(x, self.dtype(role), squares, copies, power_of_two=True, inverse=inverse)
+        return Quantized._make(blocks)
 
 
 RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": RowScaled, "blockwise": Blockwise}

@@ -39,7 +39,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanomegatron.comm import Pending, all_gather, all_reduce_, start_all_gather, start_reduce_scatter
+from nanomegatron.comm import (
+    Pending,
+    all_gather,
+    all_reduce_,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from nanomegatron.fp8 import Fp8LayerState, Quantized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import add_bias
@@ -51,7 +58,6 @@ from nanomegatron.param import (
     add_product,
     is_deferred,
 )
-from nanomegatron.tp import start_input_grad_sum
 
 
 class Casts(NamedTuple):
@@ -141,10 +147,9 @@ def fp8_linear(
 
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
-    if not isinstance(x, Fp8Input):
-        x = Fp8Input(x)
-    copies = x.copies or cast_input(fp8, x.x, axis, comm, trains=torch.is_grad_enabled())
-    y = Fp8LinearFunction.apply(x.x, weight, axis, comm, fp8, copies, x.grad_copies)
+    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
+    copies = given.copies or cast_input(fp8, given.x, axis, comm, trains=torch.is_grad_enabled())
+    y = Fp8LinearFunction.apply(given.x, weight, axis, comm, fp8, copies, given.grad_copies)
     return add_bias(y, bias, accumulate)
 
 
@@ -166,7 +171,10 @@ class Fp8LinearFunction(torch.autograd.Function):
         grad_copies: list[Quantized] | None,
     ) -> torch.Tensor:
         w = fp8.weight(weight, axis).rowwise
-        ctx.save_for_backward(*(copies.saved_form() if fp8.recipe.wgrad else (x,)))
+        if fp8.recipe.wgrad:
+            ctx.save_for_backward(*copies.saved_form())
+        else:
+            ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.axis = axis
         ctx.comm = comm
@@ -191,20 +199,18 @@ class Fp8LinearFunction(torch.autograd.Function):
         w = fp8.weight(weight, axis).columnwise
 
         # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
-        gathering = None
-        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
-            gathering = fp8.matmuls.start_gather(saved, axis)
+        gathers_x = comm == "gather" and fp8.recipe.wgrad
+        start_gather_x = partial(fp8.matmuls.start_gather, saved, axis)
+        gathering = start_gather_x() if gathers_x and not is_deferred(weight) else None
         dx, whole_g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
-        def x_columnwise() -> Fp8Matrix:
-            if comm != "gather":
-                return saved
-            wait = gathering or fp8.matmuls.start_gather(saved, axis)
-            return fp8.recipe.transposed(wait(), "x")
-
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            write_weight_grad(out, beta, whole_g.columnwise, x_columnwise())
+            x = saved
+            if gathers_x:
+                wait = gathering or start_gather_x()
+                x = fp8.recipe.transposed(wait(), "x")
+            write_weight_grad(out, beta, whole_g.columnwise, x)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
             x = all_gather(saved, axis) if comm == "gather" else saved
@@ -240,7 +246,8 @@ def input_grad_matmul(
         dx, rowwise = fp8.matmuls.gather_matmul(g.rowwise, w, axis, dtype)
         columnwise = fp8.recipe.transposed(rowwise, "g") if fp8.recipe.wgrad else None
         return Pending(dx), Quantized(rowwise, columnwise)
-    return start_input_grad_sum(fp8_matmul(g.rowwise, w, dtype), axis, comm), g
+    dx = fp8_matmul(g.rowwise, w, dtype)
+    return start_all_reduce_(dx, axis) if comm == "copy" else Pending(dx), g
 
 
 def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:

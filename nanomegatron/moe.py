@@ -175,7 +175,7 @@ class TokenDispatch:
         """Return how many rows each expert gets from each rank with `tokens` tokens; None: the ids decide."""
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
-    def route(self, ids: torch.Tensor, capacity: int | None) -> Routing:
+    def route_to_experts(self, ids: torch.Tensor, capacity: int | None) -> Routing:
         """Sort the copies of all tokens that arrived by expert of this rank. ids `[n, k]`"""
         fixed_rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - self.first_expert, self.local_experts, self.experts.multiple, fixed_rows)
@@ -219,7 +219,7 @@ class AllGatherDispatch(TokenDispatch):
         axis = self.mesh.etp_ep
         x = gather_seq(x, axis)
         probs = gather_seq(probs, axis)
-        routing = self.route(all_gather(ids, axis), self.capacity(len(ids)))
+        routing = self.route_to_experts(all_gather(ids, axis), self.capacity(len(ids)))
         ends = None
         if axis.size > 1:
             routing, ends = routing.cut_to_size()
@@ -250,7 +250,7 @@ class AllToAllDispatch(TokenDispatch):
         received_probs, received_ids = unpack_choices(choices)
 
         # copies in order of experts
-        routing, ends = self.route(received_ids, capacity).cut_to_size()
+        routing, ends = self.route_to_experts(received_ids, capacity).cut_to_size()
         dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
         return self.permute(x, routing), dispatched
 
@@ -259,12 +259,13 @@ class AllToAllDispatch(TokenDispatch):
 
         rank_ends: where the rows for each ep rank begin, and where the last ones end.
         """
+        etp = self.mesh.etp
         sent = [end - begin for begin, end in pairwise(rank_ends)]
         received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
-        etp_received = all_gather(received.sum()[None], self.mesh.etp).tolist()
-        arrived = etp_received[self.mesh.etp.rank]
-        over_etp = ExchangeSizes([arrived] * self.mesh.etp.size, etp_received)
-        return ExchangeSizes(sent, received.tolist()), over_etp
+        arrived = all_gather(received.sum()[None], etp).tolist()  # over ep, at each etp rank
+        over_ep = ExchangeSizes(sent, received.tolist())
+        over_etp = ExchangeSizes(sent=[arrived[etp.rank]] * etp.size, received=arrived)
+        return over_ep, over_etp
 
     def send(self, rows: torch.Tensor, over_ep: ExchangeSizes, over_etp: ExchangeSizes) -> torch.Tensor:
         """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
@@ -315,9 +316,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         groups = ctx.groups
         grad = grad.contiguous()
         dx = grouped_mm(grad, matrices(ctx.weight, groups, ctx.transposed).mT, groups)
-        if ctx.transposed:
-            return dx, accumulate_outer(ctx.weight, x, grad, groups), None, None
-        return dx, accumulate_outer(ctx.weight, grad, x, groups), None, None
+        a, b = (x, grad) if ctx.transposed else (grad, x)
+        return dx, accumulate_outer(ctx.weight, a, b, groups), None, None
 
 
 def matrices(weight: torch.Tensor, groups: Groups, transposed: bool) -> torch.Tensor:
@@ -402,7 +402,9 @@ class GroupedExperts(nn.Module):
         ends: the offsets on the host; None: a loop over experts waits for them, a grouped matmul does not.
         prefetch: gets what the backward may call before it needs its result (`fast/discard_output.py`).
         """
-        groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
+        if not len(rows):
+            ends = [0] * len(offsets)
+        groups = Groups(offsets, ends, self.config.moe_grouped_gemm)
         x = self.linear(rows, self.weight1, groups)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, offsets)

@@ -81,18 +81,18 @@ def choose_experts(
     config = router.config
     bias = router.expert_bias
     sigmoid = config.moe_router_score_function == "sigmoid"
-    softmax_of_chosen = not sigmoid and not config.moe_router_pre_softmax
-    scores = logits
     if sigmoid:
         scores = logits.sigmoid()
-    elif not softmax_of_chosen:
+    elif config.moe_router_pre_softmax:
         scores = logits.softmax(-1)
+    else:
+        scores = logits
     ids = router.best_experts(scores if bias is None else scores + bias, config)
     probs = scores.gather(1, ids)
-    if softmax_of_chosen:
-        probs = probs.softmax(-1)
-    elif sigmoid and config.moe_router_topk > 1:
+    if sigmoid and config.moe_router_topk > 1:
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    elif not sigmoid and not config.moe_router_pre_softmax:
+        probs = probs.softmax(-1)
     return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
 
 
@@ -103,11 +103,11 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
 
 
 def aux_loss(router: "Router", given: LossInput) -> torch.Tensor:
-    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[1, E]`
+    """Return this rank's part of E sum f_e P_e times the microbatch's tokens; all-reduces f's counts `[E]`
 
     given: of this rank's tokens -> `[]`
     """
-    counts = count_copies(given.top, given.scores.shape[1], of=given.token_mask)
+    counts = count_copies(given.top, given.scores.shape[1], given.token_mask)
     # without sequence parallelism tp times the counts: tp ranks have the same tokens
     return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
 
@@ -194,21 +194,17 @@ class Router(nn.Module):
         probs, ids, chosen, _, token_mask = output
         if not (self.training and torch.is_grad_enabled()):
             return probs
-        self.counts += count_copies(chosen, self.config.num_experts, of=token_mask)[0]
+        self.counts += count_copies(chosen, self.config.num_experts, token_mask)
         if self.drop is not None:
             lost = ids < 0 if token_mask is None else (ids < 0) & token_mask
-            self.dropped += count_copies(chosen, self.config.num_experts, of=lost)[0]
+            self.dropped += count_copies(chosen, self.config.num_experts, lost)
         if not self.losses or batch.aux_scale is None:
             return probs
         return AttachLoss.apply(probs, self.weighted_losses(output, batch), batch.aux_scale)
 
     def weighted_losses(self, output: RouterOutput, batch: Batch) -> torch.Tensor:
         """This rank's part of the weighted sum of all losses, times the microbatch's tokens -> `[]`"""
-        if self.config.moe_router_score_function == "softmax":
-            scores = output.logits.softmax(-1)
-        else:
-            scores = output.logits.sigmoid()
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        scores = loss_scores(output.logits, self.config)
         top = output.chosen
         if not self.by_scores:
             top = scores.topk(self.config.moe_router_topk).indices
@@ -271,14 +267,22 @@ def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of E sum f_e P_e, the mean over the batch's columns, times all ranks' tokens.
+def loss_scores(logits: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """The scores of all experts, which add up to 1, as losses take them. logits fp32 `[t, E]` -> `[t, E]`"""
+    if config.moe_router_score_function == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
-    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]`: copies on all ranks -> `[]`
+
+def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of E sum f_e P_e, times all ranks' tokens; by columns, it is their mean.
+
+    scores `[t, E]` of its tokens, zeros for padding; counts `[E]` or `[columns, E]`: copies on all ranks
+    -> `[]`
     """
-    columns, experts = counts.shape
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
+    return counts.shape[-1] * (share * scores.view(-1, *counts.shape).sum(0)).sum()
 
 
 class AttachLoss(torch.autograd.Function):
@@ -297,18 +301,13 @@ class AttachLoss(torch.autograd.Function):
         return grad, ctx.scale, None
 
 
-def count_copies(
-    ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Count the copies for each expert, by column of the batch. ids `[t, k]` -> int64 `[columns, E]`
+def count_copies(ids: torch.Tensor, experts: int, of: torch.Tensor | None = None) -> torch.Tensor:
+    """Count the copies for each expert. ids `[t, k]` -> int64 `[E]`
 
-    The t tokens are `[s, columns]`, flattened. of `[t, k]` or `[t, 1]`: only copies where it is true count.
+    of `[t, k]` or `[t, 1]`: only copies where it is true count.
     """
-    column = torch.arange(len(ids), device=ids.device)[:, None] % columns
-    place = (column * experts + ids).flatten()
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
-    counts = ids.new_zeros(columns * experts).scatter_add_(0, place, ones.flatten())
-    return counts.view(columns, experts)
+    return ids.new_zeros(experts).scatter_add_(0, ids.flatten(), ones.flatten())
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:

@@ -227,7 +227,7 @@ def test_copies_over_the_capacity_are_dropped(policy, factor):
 def test_all_tokens_to_one_expert():
     config = settings(1, router_pre_softmax=True, expert_capacity_factor=2.0, token_drop_policy="position")
     probs, ids = choose(torch.eye(E)[5].expand(16, E) * 9, config)
-    assert count_copies(ids, E).tolist() == [[0] * 5 + [16, 0, 0]]
+    assert count_copies(ids, E).tolist() == [0] * 5 + [16, 0, 0]
     kept = drop(probs, ids, config)
     assert (kept[:, 0] == 5).tolist() == [True] * 4 + [False] * 12
 

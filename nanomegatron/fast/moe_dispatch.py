@@ -163,7 +163,7 @@ class AllGatherInPieces(TokenDispatch):
         """All-gather ids int32 `[t, k]` (-1: a dropped copy); start to copy the offsets to the host."""
         for way, part in zip(ways, ids, strict=True):
             axis, capacity = way.mesh.etp_ep, way.capacity(len(part))
-            way.routing = way.route(all_gather(part, axis), capacity)
+            way.routing = way.route_to_experts(all_gather(part, axis), capacity)
             if capacity is not None:
                 way.ends = partial(padded_ends, way.routing, way.local_experts)
             else:
@@ -270,7 +270,7 @@ class AsyncAllToAll(TokenDispatch):
         if size > 1:
             rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
         self.probs, ids = unpack_choices(choices)
-        routing = self.route(ids, self.rows_each)
+        routing = self.route_to_experts(ids, self.rows_each)
         ends = padded_ends(routing, self.local_experts) if ends is None else ends
         self.routing = cut_to(routing, ends)
         return self.permute(rows, self.routing), routing.offsets, ends

@@ -18,18 +18,25 @@ from nanomegatron.router import LossInput, Router, count_copies, load_loss
 
 def seq_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[samples, E]` over tp x cp."""
-    counts = count_copies(given.top, given.scores.shape[1], given.columns, given.token_mask)
+    counts = count_by_column(given.top, given.scores.shape[1], given.columns, given.token_mask)
     return load_loss(given.scores, all_reduce(counts, router.mesh.tp_cp))
+
+
+def count_by_column(
+    ids: torch.Tensor, experts: int, columns: int, of: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`count_copies` of each column; the t tokens are `[s, columns]`. ids, of `[t, k]` -> `[columns, E]`"""
+    column = torch.arange(len(ids), device=ids.device)[:, None] % columns
+    return count_copies(column * experts + ids, columns * experts, of).view(columns, experts)
 
 
 def global_aux_loss(router: Router, given: LossInput) -> torch.Tensor:
     """Return this rank's part times the microbatch's tokens `[]`; all-reduces `[E]` over all replicas."""
-    counts = count_copies(given.top, given.scores.shape[1], of=given.token_mask)
-    copies = counts[0]
+    copies = count_copies(given.top, given.scores.shape[1], given.token_mask)
     if router.config.sequence_parallel:  # without it tp ranks have the same tokens
         copies = all_reduce(copies, router.mesh.tp)
     router.global_counts += all_reduce(copies, router.mesh.dp_cp)
-    return load_loss(given.scores, router.global_counts[None])
+    return load_loss(given.scores, router.global_counts)
 
 
 def add_global_counts(router: Router) -> None:
