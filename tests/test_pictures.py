@@ -262,11 +262,11 @@ def test_digits_are_left_out_where_they_do_not_fit(microbatches, shown):
 
 
 def test_a_trace_names_model_layout_and_schedule(figures, tmp_path):
-    titled = replace(recording(0.5), title="tiny: 4 layers, hidden 192 | tp1 pp2 | 1f1b, 1 chunks a rank")
-    write(titled, tmp_path)
+    title = "tiny: 4 layers, hidden 192 | tp1 pp2 | 1f1b, 1 chunks a rank"
+    write(recording(0.5), tmp_path, title)
     figure = figures[0]
     assert figure._suptitle.get_text().splitlines() == [
-        titled.title,
+        title,
         "iteration 9: pipeline of dp 0, tp 0, cp 0, 2 microbatches",
     ]
     above, below = figure.axes

@@ -74,13 +74,15 @@ def record(mesh: Mesh, folder: str, step: tuple[str, int, int], skew: float) -> 
 
     timers.time = trace.time = types.SimpleNamespace(perf_counter=perf_counter)
     if skew:
-        trace.machine = lambda: mesh.rank
-    tracer = trace.Tracer(mesh, Path(folder), (3,))
+        trace.machine = lambda: str(mesh.rank)
+    tracer = trace.Tracer(mesh, (3,))
     stamps = pretend(mesh, tracer, seen, step)
     before = Counter(mesh.observer.counts)
-    paths = tracer.end()
-    assert before == mesh.observer.counts and tracer.end() == []
-    return [[path.name for path in paths], tracer.summary, *stamps]
+    recording = tracer.end()
+    assert before == mesh.observer.counts and tracer.end() is None
+    assert (recording is None) == (mesh.rank > 0)
+    lines = write(recording, Path(folder)) if recording else []
+    return [lines, *stamps]
 
 
 CASES = {
@@ -101,8 +103,9 @@ def test_what_happened_is_written(case, tmp_path):
     stages, copies, step, skew = CASES[case]
     slack = 0.05 if skew else 1e-6  # seconds: how well barriers align clocks while others use the machine
     recorded = run_spmd(record, stages * copies, str(tmp_path), step, skew, pp=stages)
-    files, lines, ops, arrivals = zip(*recorded)
-    assert files[0] == [f"iteration-3.{suffix}" for suffix in ("json", "svg", "png")] and not any(files[1:])
+    lines, ops, arrivals = zip(*recorded)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {f"iteration-3.{suffix}" for suffix in ("json", "svg", "png")}
     name, microbatches, chunks = step
     lists, placed = schedule(name, stages, microbatches, chunks), placement(name, stages, chunks)
     events = json.loads((tmp_path / "iteration-3.json").read_text())["traceEvents"]
@@ -193,14 +196,14 @@ def test_offsets():
     exits = torch.arange(9.0).double() + late
     exits[1] -= 500
     exits[3:] -= 500
-    found = offsets(exits.tolist(), [7, 9, 7, 9, 9])
+    found = offsets(exits.tolist(), ["a", "b", "a", "b", "b"])
     best = late[[1, 3, 4]].min(0).values.median().item()  # what the clock cannot resolve
     assert found[0] == found[2] == 0
     assert found[1] == found[3] == found[4] == pytest.approx(best - 500, abs=1e-6) and best < 0.1
 
 
 def test_machine_is_that_of_all_processes_here():
-    assert machine() == machine() < 2**56
+    assert machine() == machine() > ""
 
 
 class Asked:
@@ -214,19 +217,18 @@ class Asked:
         return contextlib.nullcontext()
 
 
-def test_other_iterations_leave_nothing(tmp_path):
+def test_other_iterations_leave_nothing():
     """The timers work whatever is recorded; nothing is gathered."""
     mesh = alone()
     lists, placed = schedule("zb-h1", 1, 1), placement("zb-h1", 1)
-    for folder, iteration in ((tmp_path, 2), (None, 3)):
-        tracer = trace.Tracer(mesh, folder, (3,), asked := Asked())
-        tracer.begin(iteration, lists, placed)
-        for op in [*lists[0], Op("BW", 0, 0)]:
-            with tracer.op(op):
-                pass
-        assert tracer.end() == [] == tracer.summary and not list(tmp_path.iterdir())
-        names = ["forward-compute", "backward-compute", "weight-compute", "backward-compute"]
-        assert asked.names == [(name, 2) for name in names]
+    tracer = trace.Tracer(mesh, (3,), asked := Asked())
+    tracer.begin(2, lists, placed)
+    for op in [*lists[0], Op("BW", 0, 0)]:
+        with tracer.op(op):
+            pass
+    assert tracer.end() is None
+    names = ["forward-compute", "backward-compute", "weight-compute", "backward-compute"]
+    assert asked.names == [(name, 2) for name in names]
 
 
 class FakeStream:
@@ -276,7 +278,7 @@ class FakeGpu:
 def test_gpu(monkeypatch):
     """What came is stamped when it came: before it is used, and before what others send comes."""
     gpu, mesh = FakeGpu(monkeypatch), types.SimpleNamespace(rank=0, device=torch.device("cuda"))
-    tracer = trace.Tracer(mesh, Path(), (1,))
+    tracer = trace.Tracer(mesh, (1,))
     lists, placed = schedule("interleaved", 3, 3, 2), placement("interleaved", 3, 2)
     tracer.begin(1, lists, placed)
     wanted = [messages(lists, placed)[1][i].uses for i in range(3)]
@@ -321,7 +323,7 @@ def recording(late: float = 0.0, microbatches: int = 2) -> Recording:
 
 def test_words(tmp_path):
     """1f1b of two ranks, two microbatches: 9 units, a third of them idle, and 0.5 more."""
-    _, lines = write(recording(0.5), tmp_path)
+    lines = write(recording(0.5), tmp_path)
     planned, measured = "planned 9 ms, bubble 50.0 %", "measured 9.5 ms, bubble 58.3 %"
     assert lines[0] == f"iteration 9: {planned} of ideal time 6 ms | {measured} of ideal time 6 ms"
     assert "BW for both" in lines[1] and "no optimizer" in lines[1]
@@ -334,7 +336,7 @@ def test_words(tmp_path):
     ]
     early = recording(0.5)
     early.arrivals[0][[*early.arrivals[0]][-1]] = 6.1
-    assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[1][5]
+    assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[5]
 
 
 def test_plan_takes_the_median_of_each_kind_and_stage():
@@ -359,15 +361,16 @@ def test_a_wait_beyond_plan_is_named(tmp_path):
     slow.events[1] = [slow.events[1][0]] + [
         e._replace(start=e.start + 0.3, end=e.end + 0.3) for e in slow.events[1][1:]
     ]
-    last = write(slow, tmp_path)[1][7]
+    last = write(slow, tmp_path)[7]
     assert "rank 1 waited 0.3 ms (planned 0) before BW0.0 " in last and last.endswith("furthest above plan")
-    assert "furthest above plan" not in str(write(recording(), tmp_path)[1][4:]), "all as planned"
+    assert "furthest above plan" not in str(write(recording(), tmp_path)[4:]), "all as planned"
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    paths, lines = write(recording(), tmp_path)
-    assert [path.name for path in paths] == ["iteration-9.json"] == [p.name for p in tmp_path.iterdir()]
+    lines = write(recording(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-9.json"]
+    assert f"wrote {tmp_path}/iteration-9.json;" in lines[-1]
     assert lines[-2] == "the picture of iteration 9 needs matplotlib: pip install matplotlib"
 
 

@@ -18,6 +18,7 @@ from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.speed import machine_gpus, peak_memory, speed_of
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
+from nanomegatron.report.trace_draw import write
 from nanomegatron.report.traffic import Traffic, ledger
 from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
 
@@ -106,15 +107,7 @@ class Reporter(Observer):
         self.batch: GlobalBatch | None = None  # of the step that is launched
         self.pending: StepReport | None = None  # launched, and not yet logged
         self.timers = Timers(config.timing_log_level, config.timing_log_option, run.mesh.device)
-        name = run.log.folder.name
-        self.tracer = Tracer(
-            run.mesh,
-            Path(config.trace_dir) / name if config.trace_dir else None,
-            config.trace_iterations,
-            self.timers,
-            run.log.attempt,
-            trace_title(name, run.config, run.mesh),
-        )
+        self.tracer = Tracer(run.mesh, config.trace_iterations if config.trace_dir else (), self.timers)
         gpus = machine_gpus(run.mesh) if run.mesh.rank == 0 else []
         self.energy = Energy(open_meter(gpus), run.mesh.world.size)
 
@@ -128,9 +121,13 @@ class Reporter(Observer):
         if self.config.log_params_norm:
             numbers["params_norm"] = self.run.optimizer.params_norm()
         report = StepReport(self.batch, numbers, clock, self.timers.take(), self.mesh.observer)
-        self.tracer.end()  # after the step's clock has stopped: drawing takes a second
-        for line in self.tracer.summary:
-            self.log.line(f"trace   {line}")
+        recording = self.tracer.end()  # after the step's clock has stopped: drawing takes a second
+        if recording:
+            with self.log.attempt("trace"):
+                name = self.log.folder.name
+                title = trace_title(name, self.run.config, self.mesh)
+                for line in write(recording, Path(self.config.trace_dir) / name, title):
+                    self.log.line(f"trace   {line}")
         return report
 
     def advance(self, step: StepReport | None) -> None:

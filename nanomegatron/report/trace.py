@@ -17,7 +17,7 @@ microbatch 4.
     host            --- offset 0 within a machine; else from the exits of barriers --->          rank 0's host
 """
 
-import hashlib
+import json
 import socket
 import statistics
 import time
@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 
-from nanomegatron.comm import Pending, all_gather, barrier
+from nanomegatron.comm import Pending, all_gather_text, barrier
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Axis, AxisObserver, Mesh
 from nanomegatron.pp import NoTracer
 from nanomegatron.report.timers import Clock, marked
-from nanomegatron.report.trace_draw import Recording, op_name, write
-from nanomegatron.schedules import Event, Message, Op, messages
+from nanomegatron.report.trace_draw import Recording, op_name
+from nanomegatron.schedules import Event, Message, Op
 
 TIMERS = {"F": "forward-compute", "B": "backward-compute", "BW": "backward-compute", "W": "weight-compute"}
 
@@ -54,35 +54,29 @@ class _Step:
 
 
 class Tracer(NoTracer):
-    """Records the times of a rank's ops and messages in the chosen iterations; without a folder, in none.
+    """Records the times of a rank's ops and messages in the chosen iterations.
 
     timers: `timers(name, level=2)` is entered around every op, recorded or not (`timers.Timers`).
-    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog.attempt`), under a `trace_title`.
-    After `end`, `summary` on rank 0 has the lines for the log.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        folder: Path | None,
         iterations: Collection[int],
         timers: Callable[..., AbstractContextManager] | None = None,
-        attempt: Callable[[str], AbstractContextManager] = nullcontext,
-        title: str = "",
     ) -> None:
-        self.mesh, self.folder, self.iterations = mesh, folder, iterations
+        self.mesh = mesh
+        self.iterations = iterations
         self.timers = timers or (lambda name, level: nullcontext())
         self.detailed = getattr(timers, "level", 0) >= 2
         self.cuda = mesh.device.type == "cuda"
-        self.summary: list[str] = []
-        self.attempt, self.title = attempt, title
         self._step: _Step | None = None
         self._streams = defaultdict(lambda: torch.cuda.Stream(mesh.device))  # by sender
 
     def begin(self, iteration: int, lists: list[list[Op]], placed: list[list[int]]) -> None:
         """Start a step whose ops are `lists` (`schedules.py`); call on all ranks before its first op."""
-        self.summary, self._step = [], None
-        if self.folder is not None and iteration in self.iterations:
+        self._step = None
+        if iteration in self.iterations:
             self._step = _Step(iteration, lists, placed, Clock(self.mesh.device).align())
 
     @property
@@ -120,53 +114,41 @@ class Tracer(NoTracer):
         if self._step and not self.cuda:
             self._step.arrivals[message] = self._step.clock.now()
 
-    def end(self) -> list[Path]:
-        """End the step, on all ranks -> paths that rank 0 wrote; empty elsewhere, or if not recorded.
+    def end(self) -> Recording | None:
+        """End the step, on all ranks -> what was recorded, on rank 0; None elsewhere, and if nothing was.
 
-        A recorded step waits for the device and all-gathers the marks: 2 numbers per op, 1 per message.
+        A recorded step waits for the device, and all-gathers the times as text.
         """
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is None:
-            return []
-        exchanges = messages(step.lists, step.placed)
-        receives = [[message for exchange in ours for message in exchange.receives] for ours in exchanges]
-        table = self._gather(step, receives)
-        if self.mesh.rank > 0:
-            return []
-        paths: list[Path] = []
-        with self.attempt("trace"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            recording = replace(_recording(self.mesh, step, receives, table), title=self.title)
-            paths, self.summary = write(recording, self.folder)
-        return paths
-
-    def _gather(self, step: _Step, receives: list[list[Message]]) -> list[list[float]]:
-        """Return a row for each rank, in seconds on rank 0's clock: starts and ends of ops, then arrivals."""
-        mesh, read = self.mesh, step.clock.seconds
-        mine = [read(mark) for op in step.lists[mesh.pp.rank] for mark in step.ops[op]]
-        mine += [read(step.arrivals[message]) for message in receives[mesh.pp.rank]]
-        width = max(2 * len(ops) + len(received) for ops, received in zip(step.lists, receives))
-        row = torch.full((1, width), torch.nan, dtype=torch.float64)
-        row[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
+            return None
+        mesh = self.mesh
+        seconds = step.clock.seconds
+        ops = [[seconds(mark) for mark in step.ops[op]] for op in step.lists[mesh.pp.rank]]
+        arrivals = [(message, seconds(mark)) for message, mark in step.arrivals.items()]
         world = replace(mesh.world, observer=AxisObserver())  # not counted as traffic of the step
-        table = all_gather(row.to(mesh.device), world).cpu()
-        ahead = torch.tensor(clock_offsets(world, mesh.device), dtype=torch.float64)
-        return (table - ahead[:, None]).tolist()
+        mine = mesh.label, machine(), barrier_exits(world), ops, arrivals
+        texts = all_gather_text(json.dumps(mine), world, mesh.device)
+        if mesh.rank > 0:
+            return None
+        return _recording(mesh, step, [json.loads(text) for text in texts])
 
 
-def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: list[list[float]]) -> Recording:
-    """Convert the table to a Recording, in milliseconds since the first op began."""
-    apart = len(table) // mesh.pp.size  # ranks next to each other in a pipeline: pp varies slowest
-    zero = min(row[0] for row in table)
-    events, arrivals = [], []
-    for rank, row in enumerate(table):
-        times = [1e3 * (time - zero) for time in row]
-        ops, received = step.lists[rank // apart], receives[rank // apart]
-        events.append([Event(rank, op, *times[2 * i : 2 * i + 2]) for i, op in enumerate(ops)])
-        arrivals.append(dict(zip(received, times[2 * len(ops) :])))
-    labels = [_label(mesh, rank) for rank in range(len(table))]
+def _recording(mesh: Mesh, step: _Step, ranks: list[list]) -> Recording:
+    """Convert what each rank has gathered to a Recording, in milliseconds since the first op began."""
+    labels, machines, exits, ops, arrivals = zip(*ranks)
+    ahead = offsets(exits, machines)
+    first = min(times[0][0] - late for times, late in zip(ops, ahead))
+    apart = len(ranks) // mesh.pp.size  # ranks next to each other in a pipeline: pp varies slowest
+    events, came = [], []
+    for rank, late in enumerate(ahead):
+        zero = first + late  # on this rank's clock
+        planned = zip(step.lists[rank // apart], ops[rank])
+        events.append([Event(rank, op, *(1e3 * (time - zero) for time in times)) for op, times in planned])
+        came.append({Message(*message): 1e3 * (time - zero) for message, time in arrivals[rank]})
     drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
-    return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)
+    return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, came)
 
 
 def trace_title(name: str, config: Config, mesh: Mesh) -> str:
@@ -178,35 +160,25 @@ def trace_title(name: str, config: Config, mesh: Mesh) -> str:
     return f"{name}: {model.num_layers} layers, hidden {model.hidden_size} | {layout} | {how}"
 
 
-def _label(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates in the mesh, such as "rank 3 tp1 cp0 dp1 pp0"."""
-    words = [f"rank {rank}"]
-    for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp):
-        rank, place = divmod(rank, axis.size)
-        words.append(f"{axis.name}{place}")
-    return " ".join(words)
-
-
-def machine() -> int:
-    """Return a number that identifies the machine, whose processes share one `time.perf_counter`."""
+def machine() -> str:
+    """Return a text that identifies the machine, whose processes share one `time.perf_counter`."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
-def clock_offsets(world: Axis, device: torch.device, rounds: int = 9) -> list[float]:
-    """Return the seconds by which each rank's clock is ahead of rank 0's. Does barriers and all-gathers."""
-    machines = all_gather(torch.tensor([machine()], device=device), world).tolist()
+def barrier_exits(world: Axis, rounds: int = 9) -> list[float]:
+    """Return the times at which this rank leaves barriers, on its own clock."""
     exits = []
     for _ in range(rounds):
         barrier(world)
         exits.append(time.perf_counter())
-    table = torch.tensor([exits], dtype=torch.float64, device=device)
-    return offsets(all_gather(table, world).tolist(), machines)
+    return exits
 
 
-def offsets(exits: Sequence[Sequence[float]], machines: Sequence[int]) -> list[float]:
-    """Compute `clock_offsets` from the times `exits[rank][round]` when ranks left barriers, on their clocks.
+def offsets(exits: Sequence[Sequence[float]], machines: Sequence[str]) -> list[float]:
+    """Return the seconds by which each rank's clock is ahead of rank 0's.
+
+    exits: `exits[rank][round]`, the times at which ranks left barriers, each on its own clock.
 
     The first process of a machine to leave represents it: a process may be scheduled late, never early. The
     median excludes the rounds in which all processes of a machine were late.

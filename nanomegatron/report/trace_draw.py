@@ -46,7 +46,6 @@ class Recording:
     drawn: Sequence[int]  # ranks with a row in the picture: of a pipeline, or else of dp
     events: list[list[Event]]  # by rank of the world, like `arrivals`
     arrivals: list[dict[Message, float]]
-    title: str = ""  # of the picture: the model, the layout, the schedule
 
     @property
     def apart(self) -> int:
@@ -98,19 +97,23 @@ def op_name(op: Op) -> str:
     return f"{op.kind}{op.chunk}.{op.microbatch}"
 
 
-def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
-    """Write iteration-N.json, and with matplotlib .svg and .png -> the paths, and lines for the log."""
+def write(recording: Recording, folder: Path, title: str = "") -> list[str]:
+    """Write iteration-N.json, and with matplotlib .svg and .png -> lines for the log.
+
+    title: of the picture, `trace.trace_title`.
+    """
     planned, measured = recording.timelines()
+    lines = describe_trace(recording, planned, measured)
+    folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"iteration-{recording.iteration}"
-    paths, lines = [stem.with_suffix(".json")], describe_trace(recording, planned, measured)
+    paths = [stem.with_suffix(suffix) for suffix in (".json", ".svg", ".png")]
     paths[0].write_text(json.dumps({"traceEvents": chrome(recording), "displayTimeUnit": "ms"}))
-    pictures = [stem.with_suffix(suffix) for suffix in (".svg", ".png")]
     try:
-        picture(recording, (planned, measured), lines[1:], pictures)
-        paths += pictures
+        picture(recording, title, (planned, measured), lines[1:], paths[1:])
     except ImportError as error:
         lines.append(str(error))
-    return paths, [*lines, f"wrote {', '.join(map(str, paths))}; https://ui.perfetto.dev shows the .json"]
+        del paths[1:]
+    return [*lines, f"wrote {', '.join(map(str, paths))}; https://ui.perfetto.dev shows the .json"]
 
 
 def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
@@ -177,7 +180,11 @@ def _words(recording: Recording, wait: Wait, most: float) -> str:
 
 
 def picture(
-    recording: Recording, timelines: tuple[Timeline, Timeline], lines: list[str], paths: Sequence[Path]
+    recording: Recording,
+    title: str,
+    timelines: tuple[Timeline, Timeline],
+    lines: list[str],
+    paths: Sequence[Path],
 ) -> None:
     """Draw both timelines on one time axis, the messages of the measured one, and `lines` below.
 
@@ -203,8 +210,8 @@ def picture(
     legend(above, timelines[0], [Line2D([], [], label="message", **look)] if sent else [])
     kind = "pipeline of dp 0, tp 0, cp 0" if len(recording.lists) > 1 else "ranks of dp; no pipeline"
     microbatches = 1 + max(op.microbatch for op in recording.lists[0])
-    title = f"{recording.title}\niteration {recording.iteration}: {kind}, {microbatches} microbatches"
-    figure.suptitle(title.strip(), fontsize=10, x=0.01, ha="left")
+    heading = f"{title}\niteration {recording.iteration}: {kind}, {microbatches} microbatches"
+    figure.suptitle(heading.strip(), fontsize=10, x=0.01, ha="left")
     figure.supxlabel("\n".join(lines), fontsize=8, x=0.04, ha="left")
     for path in paths:
         figure.savefig(path)
