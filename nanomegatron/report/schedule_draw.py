@@ -1,13 +1,13 @@
-"""Pictures of a schedule in time: coloured text for the terminal, PNG or SVG for a page.
+"""Pictures of a schedule in time: text for the terminal, PNG or SVG for a page.
 
 rank 0  F0 F1 F2 .. .. .. .. BW0=== BW1=== BW2===        time runs to the right, a row is a rank
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanomegatron.schedules import Op, Timeline
+from nanomegatron.schedules import Timeline
 
 # After Okabe and Ito: distinct for colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
@@ -22,34 +22,29 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
     return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
 
 
-def text(timeline: Timeline, colour: bool = False) -> str:
+def text(timeline: Timeline) -> str:
     """Draw a timeline as text: its `text_rows`, then a summary."""
-    return "\n".join([*text_rows(timeline, colour), timeline_summary(timeline)])
+    return "\n".join([*text_rows(timeline), timeline_summary(timeline)])
 
 
-def text_rows(timeline: Timeline, colour: bool = False) -> list[str]:
+def text_rows(timeline: Timeline) -> list[str]:
     """Draw a timeline as a row of text per rank, a cell per unit of time (the shortest op).
 
-    Without colour a cell has the op's kind, microbatch and, if there are several, chunk (a, b ...).
+    An op has its kind, its microbatch and, if there are several chunks, its chunk (a, b ...).
     """
-    events, (chunks, label) = timeline.events, _labels(timeline, colour)
+    events = timeline.events
     unit = min(event.end - event.start for event in events)
-    width = max(len(label(event.op)) for event in events) + (not colour)
-    lines = []
-    for rank in range(len(timeline.bubbles)):
-        cells, now = [], 0
-        for event in (event for event in events if event.rank == rank):
-            begin, end = int(event.start / unit + 0.5), int(event.end / unit + 0.5)
-            size = width * (end - begin)
-            cells.append(" " * (width * (begin - now)) if colour else ".".ljust(width) * (begin - now))
-            filled = label(event.op).ljust(size - 1, " " if colour or end - begin == 1 else "=").ljust(size)
-            cells.append(_painted(filled, shade(event.op.kind, event.op.chunk, chunks)) if colour else filled)
-            now = end
-        lines.append(f"rank {rank}  " + "".join(cells).rstrip(" "))
-    if colour:
-        kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in events)]
-        lines.append("        " + " ".join(_painted(f" {MEANING[k]} ", shade(k, 0, 1)) for k in kinds))
-    return lines
+    several = any(event.op.chunk for event in events)
+    names = [f"{e.op.kind}{e.op.microbatch}{chr(ord('a') + e.op.chunk) * several}" for e in events]
+    width = 1 + max(map(len, names))
+    rows = [""] * len(timeline.bubbles)
+    for event, name in zip(events, names, strict=True):
+        begin, end = (int(time / unit + 0.5) for time in (event.start, event.end))
+        idle = begin - len(rows[event.rank]) // width
+        size = width * (end - begin)
+        bar = name.ljust(size - 1, "=") if end - begin > 1 else name
+        rows[event.rank] += ".".ljust(width) * idle + bar.ljust(size)
+    return [f"rank {rank}  {row.rstrip()}" for rank, row in enumerate(rows)]
 
 
 def timeline_summary(timeline: Timeline) -> str:
@@ -62,28 +57,6 @@ def timeline_summary(timeline: Timeline) -> str:
     )
 
 
-def _labels(timeline: Timeline, short: bool) -> tuple[int, Callable[[Op], str]]:
-    """Return the number of chunks, and a function that names an op."""
-    chunks = 1 + max(event.op.chunk for event in timeline.events)
-
-    def label(op: Op) -> str:
-        piece = chr(ord("a") + op.chunk) if chunks > 1 else ""
-        return str(op.microbatch) if short else f"{op.kind}{op.microbatch}{piece}"
-
-    return chunks, label
-
-
-def _painted(words: str, rgb: tuple[int, ...]) -> str:
-    """Return `words` on the nearest of the terminal's 216 colours, in black or white letters."""
-    red, green, blue = (round(part / 51) for part in rgb)
-    letters = 16 if _ink(rgb) == "black" else 231
-    return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue};38;5;{letters}m{words}\x1b[0m"
-
-
-def _ink(rgb: tuple[int, ...]) -> str:
-    return "black" if 0.3 * rgb[0] + 0.6 * rgb[1] + 0.1 * rgb[2] > 130 else "white"
-
-
 def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
     """Return an empty matplotlib figure, size in inches. Raises ImportError that `what` needs matplotlib."""
     try:
@@ -94,6 +67,10 @@ def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _chunks(timeline: Timeline) -> int:
+    return 1 + max(event.op.chunk for event in timeline.events)
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
@@ -115,18 +92,22 @@ def bars(axes: Any, timeline: Timeline, span: float = 0.0) -> None:
 
     span: the time that the axes show, if more than the timeline's. Numbers that do not fit are left out.
     """
-    ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
+    ranks = len(timeline.bubbles)
+    chunks = _chunks(timeline)
     span = max(span, timeline.total)
     points = 72 * 0.92 * axes.figure.get_figwidth() / span  # of a unit of time
     axes.barh(range(ranks), timeline.total, HEIGHT, color=IDLE, zorder=0.3)
     spans: dict[tuple, list] = {}
     for event in timeline.events:
-        rgb, length = shade(event.op.kind, event.op.chunk, chunks), event.end - event.start
+        rgb = shade(event.op.kind, event.op.chunk, chunks)
+        length = event.end - event.start
         spans.setdefault((event.rank, f"#{bytes(rgb).hex()}"), []).append((event.start, length))
-        words = label(event.op)
+        words = str(event.op.microbatch)
         size = min(7, (points * length - 2) / (0.65 * len(words)))  # in points; a digit is 0.64 wide
         if size >= 5:
-            style = dict(ha="center", va="center", fontsize=size, color=_ink(rgb), in_layout=False)
+            bright = 0.3 * rgb[0] + 0.6 * rgb[1] + 0.1 * rgb[2] > 130
+            ink = "black" if bright else "white"
+            style = dict(ha="center", va="center", fontsize=size, color=ink, in_layout=False)
             axes.text(event.start + length / 2, event.rank, words, **style)
     for (rank, colour), pieces in spans.items():
         axes.broken_barh(pieces, (rank - HEIGHT / 2, HEIGHT), color=colour, ec="white", lw=0.5)
@@ -141,7 +122,7 @@ def legend(axes: Any, timeline: Timeline, more: Sequence[Any] = ()) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    chunks = 1 + max(event.op.chunk for event in timeline.events)
+    chunks = _chunks(timeline)
     kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in timeline.events)]
     paints = [[shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in kinds]
     shades = [tuple(Patch(color=f"#{bytes(rgb).hex()}") for rgb in paint) for paint in paints]
