@@ -66,12 +66,14 @@ class KVCache:
         return keys, values
 
 
-def next_logits(model: ModelChunks, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
-    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`
+def next_logits(
+    model: ModelChunks, columns: Sequence[Sequence[int]] | torch.Tensor, cache: KVCache
+) -> torch.Tensor:
+    """Return the next token's logits after `columns` `[b, s]`, which follow the cache -> `[b, V]`
 
     Communicates as `pp.last_logits`.
     """
-    tokens = torch.tensor(columns, device=model.device)
+    tokens = torch.as_tensor(columns, device=model.device)
     s = tokens.shape[1]
     batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
     cache.extend(s)
