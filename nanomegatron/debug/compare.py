@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanomegatron.debug.gather import Copy, Key, Order, Whole
+from nanomegatron.debug.gather import Copy, Key, Order, Whole, Wholes
 
 FACTOR = 20.0  # times the noise of a tensor
 ALIKE = 0.02  # relative: how well a guess must explain what was found
 INITIAL, UPDATED = "initial weight", "updated weight"
 UNREDUCED, REDUCED, NORM = "weight gradient", "reduced gradient", "gradient norm"
 PHASES = {INITIAL: 0, UNREDUCED: 2, REDUCED: 3, NORM: 4, UPDATED: 5}  # 1: forward, 2: backward
-Wholes = dict[Key, dict[Copy, Whole]]
 
 
 class Difference(NamedTuple):
@@ -80,14 +79,9 @@ def spans(numbers: Iterable[int]) -> str:
     return " ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as rows: activations `[samples, tokens, f]`, matrices `[n, f]`, a vector of a parameter `[1, n]`."""
-    return x[None] if x.dim() == 1 else x
-
-
 def first_copy(copies: dict[Copy, Whole]) -> torch.Tensor:
     """The copy that others are compared with: that of the first ranks -> `[..., f]` in rows"""
-    return as_rows(copies[min(copies)].data)
+    return copies[min(copies)].data
 
 
 def noise_levels(reference: Wholes, perturbed: Iterable[Wholes]) -> dict[Key, float]:
@@ -98,20 +92,6 @@ def noise_levels(reference: Wholes, perturbed: Iterable[Wholes]) -> dict[Key, fl
             change = first_copy(run[key]) - first_copy(reference[key])
             levels[key] = max(levels[key], float(change.norm(dim=-1).max()))
     return levels
-
-
-def padded_like(found: Wholes, reference: Wholes) -> Wholes:
-    """Tensors in the sizes of the reference: rows that are not there are from no rank."""
-
-    def pad(x: torch.Tensor, shape: torch.Size, value: int) -> torch.Tensor:
-        sides = [side for n, m in zip(shape[::-1], x.shape[::-1], strict=True) for side in (0, max(n - m, 0))]
-        return torch.nn.functional.pad(x, sides, value=value)
-
-    shapes = {key: copies[min(copies)].data.shape for key, copies in reference.items() if key in found}
-    return {
-        key: {copy: Whole(pad(x.data, shape, 0), pad(x.ranks, shape, -1)) for copy, x in found[key].items()}
-        for key, shape in shapes.items()
-    }
 
 
 class Comparison:
@@ -129,8 +109,7 @@ class Comparison:
         eps: float,
         ended_early: bool = False,
     ) -> None:
-        self.reference, self.levels = reference, levels
-        self.found = found if not ended_early else padded_like(found, reference)
+        self.reference, self.found, self.levels = reference, found, levels
         self.eps, self.ended_early = eps, ended_early
         self.events = [key for key, _ in sorted(order.items(), key=lambda item: item[1])]  # (kind, name)
         self.at = {event: i for i, event in enumerate(self.events)}
@@ -166,24 +145,30 @@ class Comparison:
             self.eps * float(first_copy(self.reference[key]).norm(dim=-1).max()),
         )
 
+    def _pair(self, key: Key, copy: Copy) -> tuple[torch.Tensor, Whole]:
+        """What the reference has, and what was found; of a run that ended early as far as it came."""
+        want = first_copy(self.reference[key])
+        got = self.found[key][copy]
+        if self.ended_early:
+            want = want[tuple(map(slice, got.data.shape))]
+        return want, got
+
     def _rows(self, key: Key, copy: Copy) -> torch.Tensor:
         """The rows in which a copy differs -> bool `[samples, tokens]` or `[rows]`"""
-        want, got = first_copy(self.reference[key]), self.found[key][copy]
-        if want.shape != as_rows(got.data).shape:
+        want, got = self._pair(key, copy)
+        if want.shape != got.data.shape:
             return torch.ones(1, dtype=torch.bool)
-        rows = ~((as_rows(got.data) - want).norm(dim=-1) <= self._limit(key))  # so that NaN differs
-        return rows & (as_rows(got.ranks) >= 0).all(-1) if self.ended_early else rows
+        rows = ~((got.data - want).norm(dim=-1) <= self._limit(key))  # so that NaN differs
+        return rows & (got.ranks >= 0).all(-1) if self.ended_early else rows
 
     def _difference(self, key: Key, copies: dict[Copy, torch.Tensor]) -> Difference:
-        want, module = first_copy(self.reference[key]), self._module(key)
+        module = self._module(key)
         copy, rows = next(iter(copies.items()))
-        got = as_rows(self.found[key][copy].data)
+        want, (got, _) = self._pair(key, copy)
         if got.shape != want.shape:
             how = f"its size is {list(got.shape)}, that of the reference {list(want.shape)}"
             return Difference(key, copy, module, rows, [], 1.0, 0.0, how)
-        ranks = {
-            r for c, bad in copies.items() for r in as_rows(self.found[key][c].ranks)[bad].flatten().tolist()
-        }
+        ranks = {r for c, bad in copies.items() for r in self.found[key][c].ranks[bad].flatten().tolist()}
         largest = float(want.norm(dim=-1).max()) or 1.0
         sizes = float((got - want).norm(dim=-1).max()) / largest, self.levels.get(key, 0.0) / largest
         return Difference(
@@ -225,7 +210,7 @@ class Comparison:
 
     def pattern(self, key: Key, copy: Copy, rows: torch.Tensor) -> str:
         """Which of the usual mistakes the rows that differ look like; rows: bool, as of a Difference."""
-        want, got = first_copy(self.reference[key]), as_rows(self.found[key][copy].data)
+        want, (got, _) = self._pair(key, copy)
         a, b = want[rows], got[rows]
         if not bool(b.isfinite().all()):
             return "not finite"
@@ -236,7 +221,7 @@ class Comparison:
             return "the sign is wrong" if abs(ratio + 1) < ALIKE else f"the right values times {ratio:.4g}"
         for axis, _ in copy:
             rest = {each for each in copy if each[0] != axis}
-            same = [as_rows(x.data) for c, x in self.found[key].items() if rest <= set(c)]
+            same = [x.data for c, x in self.found[key].items() if rest <= set(c)]
             if alike(sum(same)[rows], a):
                 return f"a partial sum: the {len(same)} copies of {axis} add up to the right values"
         return "no pattern known"

@@ -8,8 +8,6 @@ A tensor that several ranks hold whole has several copies, each named by axis an
 Pieces of one copy are added, so partial sums (a gradient before its reduction) make the whole one, too.
 """
 
-import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -40,46 +38,32 @@ class Recorded(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A copy of a whole tensor: `[samples, tokens, features]`, or a parameter's `[rows, ...]`."""
+    """A copy of a whole tensor in rows: `[samples, tokens, features]`; a parameter's, a vector as one row."""
 
     data: torch.Tensor
     ranks: torch.Tensor  # int16 like data: the rank that each element is from, -1: no rank had it
 
 
+Wholes = dict[Key, dict[Copy, Whole]]
+
+
 def save_pieces(pieces: list[Recorded], order: Order, path: Path) -> None:
-    """Write what a rank has recorded: two flat tensors, as thousands of small ones take seconds to read."""
-    facts = [(*p[:5], [len(i) for i in p.place], p.shape) for p in pieces]
-    data = torch.cat([p.data.flatten().float() for p in pieces])
-    places = torch.cat([i for p in pieces for i in p.place])
+    """Write what a rank has recorded."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(
-        {
-            "data": data,
-            "places": places,
-            "text": json.dumps({"facts": facts, "order": [(*key, *at) for key, at in order.items()]}),
-        },
-        path,
-    )
+    torch.save(([tuple(piece) for piece in pieces], order), path)
 
 
 def load_pieces(folder: Path) -> tuple[list[Recorded], Order]:
     """Read all ranks' files of a folder: their pieces and the order of the forward."""
     pieces, order = [], {}
     for path in sorted(folder.glob("rank*")):
-        saved = torch.load(path, weights_only=True)
-        text = json.loads(saved["text"])
-        order |= {(kind, name): (stage, at) for kind, name, stage, at in text["order"]}
-        places = iter(saved["places"].split([n for fact in text["facts"] for n in fact[5]]))
-        counts = [math.prod(lens) for *_, lens, _ in text["facts"]]
-        for (*key, rank, copy, lens, shape), data in zip(
-            text["facts"], saved["data"].split(counts), strict=True
-        ):
-            place = list(itertools.islice(places, len(lens)))
-            pieces.append(Recorded(*key, rank, tuple(map(tuple, copy)), place, shape, data.view(lens)))
+        saved, own_order = torch.load(path, weights_only=True)
+        pieces += [Recorded(*piece) for piece in saved]
+        order |= own_order
     return pieces, order
 
 
-def assemble(pieces: Iterable[Recorded]) -> dict[Key, dict[Copy, Whole]]:
+def assemble(pieces: Iterable[Recorded]) -> Wholes:
     """Put all pieces together: the copies of each tensor."""
     groups: dict[Key, dict[Copy, list[Recorded]]] = defaultdict(lambda: defaultdict(list))
     for piece in pieces:
@@ -90,7 +74,8 @@ def assemble(pieces: Iterable[Recorded]) -> dict[Key, dict[Copy, Whole]]:
         dims = zip(*(piece.place for piece in every), strict=True)
         sizes = [1 + max(int(i.max()) if len(i) else 0 for i in dim) for dim in dims]
         shape = every[0].shape
-        sizes = [max(sizes[0], torch.Size(shape).numel())] if shape else sizes
+        if shape:
+            sizes = [math.prod(shape)]
         whole[key] = {copy: _sum(each, sizes, shape or sizes) for copy, each in copies.items()}
     return whole
 
@@ -101,4 +86,5 @@ def _sum(pieces: list[Recorded], sizes: list[int], shape: list[int]) -> Whole:
         at = torch.meshgrid(*piece.place, indexing="ij")
         data.index_put_(at, piece.data.float(), accumulate=True)
         ranks[at] = piece.rank
-    return Whole(data.view(shape), ranks.view(shape))
+    rows = shape if len(shape) > 1 else [1, *shape]
+    return Whole(data.view(rows), ranks.view(rows))

@@ -193,6 +193,7 @@ def first_difference(folder: Path, config: Config, ended_early: bool = False) ->
     pieces, order = load_pieces(folder / "a/0")
     usual = assemble(pieces)
     levels = noise_levels(usual, (assemble(load_pieces(folder / f"a/{seed}")[0]) for seed in SEEDS[1:]))
-    theirs, found = (assemble(load_pieces(folder / name)[0]) for name in ("a/hf", "b/0"))
+    reference = assemble(load_pieces(folder / "a/hf")[0]) or usual
+    found = assemble(load_pieces(folder / "b/0")[0])
     eps = torch.finfo(getattr(torch, config.dtype_name)).eps
-    return Comparison(theirs or usual, found, levels, order, eps, ended_early).first()
+    return Comparison(reference, found, levels, order, eps, ended_early).first()
