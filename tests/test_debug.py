@@ -104,26 +104,19 @@ def found(sources, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout, model, worker, module, kind, how",
+    "layout, model, worker, module, kind",
     [
-        (
-            "tp2",
-            "llama",
-            no_sum,
-            "decoder.layers.0.self_attention.linear_proj",
-            "output",
-            "partial sum: the 2 copies of tp",
-        ),
-        ("dp2", "llama", no_gradient_sum, "dp", "reduced gradient", "partial sum: the 2 copies of dp"),
-        ("pp2", "gpt", wrong_norm_backward, "decoder.final_layernorm", "input gradient", "the sign is wrong"),
-        ("dp2", "gpt", wrong_rank, "batch", "", ""),
-        ("dp2z1", "llama", decay_by_shard, "optimizer", "updated weight", ""),
+        ("tp2", "llama", no_sum, "decoder.layers.0.self_attention.linear_proj", "output"),
+        ("dp2", "llama", no_gradient_sum, "dp", "reduced gradient"),
+        ("pp2", "gpt", wrong_norm_backward, "decoder.final_layernorm", "input gradient"),
+        ("dp2", "gpt", wrong_rank, "batch", ""),
+        ("dp2z1", "llama", decay_by_shard, "optimizer", "updated weight"),
     ],
 )
-def test_a_planted_bug_is_named(found, layout, model, worker, module, kind, how):
+def test_a_planted_bug_is_named(found, layout, model, worker, module, kind):
     difference = found(layout, model, worker)
     assert difference is not None and difference.module == module
-    assert kind in difference.key[1] and how in difference.pattern, difference.describe()
+    assert kind in difference.key[1], difference.describe()
     assert difference.error > 1e3 * difference.noise
 
 

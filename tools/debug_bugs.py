@@ -78,14 +78,12 @@ def locate(entry: dict, edit: Mutation, copy: Path, data: str) -> dict:
 
 def table(results: list[dict]) -> str:
     """Markdown: the bug, its layout, what the command names."""
-    rows = ["| planted bug | layout, model | named | how it differs |", "|---|---|---|---|"]
+    rows = ["| planted bug | layout, model | named |", "|---|---|---|"]
     for each in results:
         found = each["found"]
         named = f"`{found.get('module', 'none')}`, {found.get('kind', '-')}" + "" * each["located"]
         named += "" if each["located"] else f" (wrong: `{each['expected']}`)"
-        rows.append(
-            f"| {each['name']} | {each['layout']}, {each['model']} | {named} | {found.get('pattern', '-')} |"
-        )
+        rows.append(f"| {each['name']} | {each['layout']}, {each['model']} | {named} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""`nanomegatron debug`: run two layouts on the same data, and name the first module that differs, and how.
+"""`nanomegatron debug`: run two layouts on the same data, and name the first module that differs.
 
     nanomegatron debug --a tp1 --b tp2pp2sp --config tiny-cpu --seq-length 32 --global-batch-size 8
     nanomegatron debug --b tp2 --reference hf FOLDER --data-path my_text_document

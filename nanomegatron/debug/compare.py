@@ -1,4 +1,4 @@
-"""The first tensor that differs between two runs, where in it, and how.
+"""The first tensor that differs between two runs, and where in it.
 
 Runs are compared in the order in which a step computes: initial weights, batch, forward, backward, reduced
 gradients, updated weights; then the next step. What is computed first and differs names the module:
@@ -21,7 +21,6 @@ import torch
 from nanomegatron.debug.gather import Copy, Key, Order, Whole, Wholes
 
 FACTOR = 20.0  # times the noise of a tensor
-ALIKE = 0.02  # relative: how well a guess must explain what was found
 INITIAL, UPDATED = "initial weight", "updated weight"
 UNREDUCED, REDUCED, NORM = "weight gradient", "reduced gradient", "gradient norm"
 PHASES = {INITIAL: 0, UNREDUCED: 2, REDUCED: 3, NORM: 4, UPDATED: 5}  # 1: forward, 2: backward
@@ -37,16 +36,16 @@ class Difference(NamedTuple):
     ranks: list[int]
     error: float  # largest of a row, relative to the largest norm of a row
     noise: float  # of the same kind
-    pattern: str
+    note: str = ""  # sizes that differ, or how the run ended
 
     def facts(self) -> dict[str, Any]:
         """What --json writes."""
         step, kind, name = self.key
         facts = {"module": self.module, "step": step + 1, "kind": kind, "tensor": name, "ranks": self.ranks}
-        return facts | {"pattern": self.pattern, "error": self.error, "noise": self.noise}
+        return facts | {"error": self.error, "noise": self.noise, "note": self.note}
 
     def describe(self) -> list[str]:
-        """Lines for the reader: what differs first, where, how."""
+        """Lines for the reader: what differs first, where, by how much."""
         step, kind, name = self.key
         where = f"ranks {spans(self.ranks)}"
         if self.rows.dim() == 2:
@@ -54,13 +53,15 @@ class Difference(NamedTuple):
             where += f"; samples {samples}; tokens {tokens}"
         elif len(self.rows) > 1:
             where += f"; rows {spans(nonzero(self.rows))}"
-        return [
+        lines = [
             f"first difference: {self.module}",
             f"  what     step {step + 1}, {kind} of {name}",
             f"  where    {where}",
-            f"  how      {self.pattern}",
             f"  size     {self.error:.1e} of the largest row; rounding explains {self.noise:.1e}",
         ]
+        if self.note:
+            lines.append(f"  note     {self.note}")
+        return lines
 
 
 def nonzero(x: torch.Tensor) -> list[int]:
@@ -171,9 +172,7 @@ class Comparison:
         ranks = {r for c, bad in copies.items() for r in self.found[key][c].ranks[bad].flatten().tolist()}
         largest = float(want.norm(dim=-1).max()) or 1.0
         sizes = float((got - want).norm(dim=-1).max()) / largest, self.levels.get(key, 0.0) / largest
-        return Difference(
-            key, copy, module, rows, sorted(ranks - {-1}), *sizes, self.pattern(key, copy, rows)
-        )
+        return Difference(key, copy, module, rows, sorted(ranks - {-1}), *sizes)
 
     def _module(self, key: Key) -> str:
         """The module to blame for the first difference: as the table above."""
@@ -205,28 +204,3 @@ class Comparison:
 
         here = differ((kind,))
         return 2 * sum(here) > len(here) and not any(differ(("input gradient", "output gradient")))
-
-    # How it differs.
-
-    def pattern(self, key: Key, copy: Copy, rows: torch.Tensor) -> str:
-        """Which of the usual mistakes the rows that differ look like; rows: bool, as of a Difference."""
-        want, (got, _) = self._pair(key, copy)
-        a, b = want[rows], got[rows]
-        if not bool(b.isfinite().all()):
-            return "not finite"
-        if float(b.norm()) <= ALIKE * float(a.norm()):
-            return "zero"
-        ratio = float((a * b).sum() / (a * a).sum().clamp(min=1e-300))
-        if alike(b, ratio * a) and abs(ratio - 1) > ALIKE:
-            return "the sign is wrong" if abs(ratio + 1) < ALIKE else f"the right values times {ratio:.4g}"
-        for axis, _ in copy:
-            rest = {each for each in copy if each[0] != axis}
-            same = [x.data for c, x in self.found[key].items() if rest <= set(c)]
-            if alike(sum(same)[rows], a):
-                return f"a partial sum: the {len(same)} copies of {axis} add up to the right values"
-        return "no pattern known"
-
-
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a `[n, f]` is b `[n, f]` but for ALIKE."""
-    return float((a - b).norm()) <= ALIKE * float(b.norm())

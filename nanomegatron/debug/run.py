@@ -174,7 +174,7 @@ def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference |
         failed = record_layout(b, folder / "b", (0,), None, lines[-1:])
         found = first_difference(folder, a.config, bool(failed))
         if failed:
-            return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
+            return found._replace(note=failed) if found else end_of(folder / "b")
     return found
 
 
