@@ -6,15 +6,14 @@ the next input that both have. Not compared: experts, routers, and the embedding
 positions or theirs scales elsewhere. One step, since its update is not ours.
 """
 
-import importlib
 from typing import Any
 
 import torch
 
 from nanomegatron.checkpoint.hf import places
-from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.hf import read_folder
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.data.vocabulary import import_extra
 from nanomegatron.debug.compare import INITIAL, UNREDUCED
 from nanomegatron.debug.gather import Recorded
 from nanomegatron.debug.record import watched
@@ -24,13 +23,10 @@ OTHERS = ("experts", "router", "position_embeddings")  # whose activations have 
 
 
 def load_transformers(folder: str, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model of a folder. Raises ConfigError without transformers."""
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError:
-        raise ConfigError(["--reference hf: pip install transformers, or nanomegatron[dev]"]) from None
-    library.utils.logging.disable_progress_bar()
-    return library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    """transformers' model of a folder. Raises ValueError without transformers."""
+    transformers = import_extra("transformers", "--reference hf")
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 class HfRecorder:

@@ -5,7 +5,6 @@ ranks sum them; weight gradients once complete. The message has the ranges of th
 The host waits for each, so a step is slow; without the flag there are no hooks.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,40 +28,36 @@ def stop_at_nan(model: ModelChunks, grads: ParamAndGradBuckets, mesh: Mesh) -> N
 
 
 def _before(name: str, mesh: Mesh, module: nn.Module, args: tuple) -> tuple:
-    inputs, what = [x.detach() for x in tensors_of(args)], f"the gradient that {name} returns for input"
-    _check(inputs, f"the input of {name}", module, inputs, mesh)
-
-    def look(grad: torch.Tensor) -> None:
-        _check([grad], what, module, inputs, mesh)
-
+    inputs = [x.detach() for x in tensors_of(args)]
+    for x in inputs:
+        _check(f"the input of {name}", module, inputs, mesh, x)
+    look = partial(_check, f"the gradient that {name} returns for input", module, inputs, mesh)
     return tuple(watched(x, look) if tensors_of(x) and not isinstance(x, tuple) else x for x in args)
 
 
 def _after(name: str, mesh: Mesh, module: nn.Module, args: tuple, output: Any) -> None:
-    inputs, outputs = [x.detach() for x in tensors_of(args)], tensors_of(output)
-    _check(outputs, f"the output of {name}", module, inputs, mesh)
-
-    def look(grad: torch.Tensor) -> None:  # before the backward, which may sum over ranks
-        _check([grad], f"the gradient of the output of {name}", module, inputs, mesh)
-
-    for x in outputs:
+    inputs = [x.detach() for x in tensors_of(args)]
+    look = partial(_check, f"the gradient of the output of {name}", module, inputs, mesh)
+    for x in tensors_of(output):
+        _check(f"the output of {name}", module, inputs, mesh, x)
         if x.requires_grad:
-            x.register_hook(look)
+            x.register_hook(look)  # it looks before the backward, which may sum over ranks
 
 
 def _before_sum(mesh: Mesh, bucket: Bucket) -> None:
     for param, grad in zip(bucket.params, bucket.views(bucket.grads), strict=True):
-        _check([grad], f"the gradient of {param.spec.name}", None, [], mesh)
+        _check(f"the gradient of {param.spec.name}", None, [], mesh, grad)
 
 
-def _check(found: Iterable, what: str, module: nn.Module | None, inputs: list, mesh: Mesh) -> None:
-    bad = [x for x in found if not bool(x.isfinite().all())]
-    if bad:
-        ranges = [f"input {i}: {value_range(x)}" for i, x in enumerate(inputs)]
-        weights = module.named_parameters(recurse=False) if module else ()
-        ranges += [f"{kind}: {value_range(x)}" for kind, x in weights]
-        first = f"--debug-nan: {what} is not finite on {mesh.label}: {value_range(bad[0])}"
-        raise BadSteps("\n  ".join([first, *ranges]))
+def _check(what: str, module: nn.Module | None, inputs: list, mesh: Mesh, x: torch.Tensor) -> None:
+    """Raise BadSteps if x `[...]` is not finite. module, inputs: whose ranges the message has."""
+    if bool(x.isfinite().all()):
+        return
+    ranges = [f"input {i}: {value_range(each)}" for i, each in enumerate(inputs)]
+    weights = module.named_parameters(recurse=False) if module else ()
+    ranges += [f"{kind}: {value_range(each)}" for kind, each in weights]
+    first = f"--debug-nan: {what} is not finite on {mesh.label}: {value_range(x)}"
+    raise BadSteps("\n  ".join([first, *ranges]))
 
 
 def value_range(x: torch.Tensor) -> str:

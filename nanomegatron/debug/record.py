@@ -121,9 +121,7 @@ class Recorder(NoTracer, Observer):
             for kind in (*kinds, *(("labels", "loss_mask") if chunk.post_process else ())):
                 if (x := getattr(batch, kind)) is not None:
                     self.order.setdefault((kind, "batch"), (-1, len(self.order)))
-                    self._add(
-                        "batch", kind, x.expand(len(batch.sample_ids), -1).t()[..., None], self._whole(False)
-                    )
+                    self._add("batch", kind, x.expand(len(batch.sample_ids), -1).t()[..., None])
         yield
 
     def _before(self, name: str, module: nn.Module, args: tuple) -> tuple:
@@ -139,7 +137,6 @@ class Recorder(NoTracer, Observer):
 
     def _passed_on(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """A view of x `[...]` whose gradient is recorded: not what other readers return -> `[...]`"""
-        self._take_place(kind, name)
         scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
         return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
@@ -159,12 +156,9 @@ class Recorder(NoTracer, Observer):
         place = self.op_now.chunk, self.op_now.microbatch
         if (place, kind, name) not in self.seen:
             self.seen.add((place, kind, name))
-            self._take_place(kind, name)
+            stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
+            self.order.setdefault((kind, name), (stage, len(self.order)))
             self._add_parts(name, kind, module, x)
-
-    def _take_place(self, kind: str, name: str) -> None:
-        stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
-        self.order.setdefault((kind, name), (stage, len(self.order)))
 
     def _add_parts(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
         """Record x `[s, b, ...]`: part by part if features are sharded over tp, else whole."""
@@ -179,7 +173,7 @@ class Recorder(NoTracer, Observer):
         if sharded and kind.startswith(sharded):
             parts = module.weight.spec.parts
         if not parts:
-            self._add(name, kind, x, self._whole(len(x) * self.mesh.tp.size == self._tokens()))
+            self._add(name, kind, x)
         begin = 0
         for part in parts:
             count = part.stop - part.start
@@ -189,35 +183,30 @@ class Recorder(NoTracer, Observer):
             self._add(own, kind, x[..., begin : begin + count], copy, part.start)
             begin += count
 
-    def _whole(self, cut: bool) -> Copy:
-        """The copy of a tensor that every tp rank holds, unless the sequence is cut over tp."""
-        return () if cut or self.mesh.tp.size == 1 else (("tp", self.mesh.tp.rank),)
+    def _add(self, name: str, kind: str, x: torch.Tensor, copy: Copy | None = None, first: int = 0) -> None:
+        """Record x `[s, b, f]`, or `[s/tp, b, f]`; first: the number of its first feature.
 
-    def _tokens(self) -> int:
-        return len(self.batches[self.op_now.microbatch].positions)
-
-    def _add(self, name: str, kind: str, x: torch.Tensor, copy: Copy, first: int = 0) -> None:
-        """Record x `[s, b, f]`, or `[s/tp, b, f]`; first: the number of its first feature."""
+        copy: None if x has all features; every tp rank then holds it, unless the sequence is cut over tp.
+        """
         batch, tp = self.batches[self.op_now.microbatch], self.mesh.tp
         places = batch.positions.cpu() if batch.shard is None else torch.from_numpy(batch.shard.positions)
-        if len(x) != len(places):
-            if len(x) * tp.size != len(places):
-                return  # half a microbatch: its layer is recorded whole
+        cut = len(x) * tp.size == len(places)
+        if cut:
             places = places.chunk(tp.size)[tp.rank]
+        if len(x) != len(places):
+            return  # half a microbatch: its layer is recorded whole
+        if copy is None:
+            copy = () if cut else (("tp", tp.rank),)
         samples = batch.sample_ids.cpu() - self.first_sample
         place = [samples, places, torch.arange(first, first + x.shape[2])]
-        self.pieces.append(
-            Recorded(
-                self.step,
-                kind,
-                name,
-                self.mesh.rank,
-                copy,
-                place,
-                shape=[],
-                data=x.detach().transpose(0, 1).cpu().clone(),
-            )
-        )
+        self._record(kind, name, copy, place, [], x.transpose(0, 1))
+
+    def _record(
+        self, kind: str, name: str, copy: Copy, place: list[torch.Tensor], shape: list[int], x: torch.Tensor
+    ) -> None:
+        """Keep x `[...]` as a piece; the other arguments as of `Recorded`."""
+        data = x.detach().cpu().clone()
+        self.pieces.append(Recorded(self.step, kind, name, self.mesh.rank, copy, place, shape, data))
 
     # Parameters.
 
@@ -264,16 +253,14 @@ class Recorder(NoTracer, Observer):
 
     def _add_whole(self, kind: str, name: str, x: torch.Tensor) -> None:
         """Record x `[n]` or `[]`, which every rank has."""
-        rank, data = self.mesh.rank, x.detach().flatten().cpu().clone()
-        place, shape = [torch.arange(len(data))], [len(data)]
-        self.pieces.append(Recorded(self.step, kind, name, rank, (("world", rank),), place, shape, data))
+        copy = (("world", self.mesh.rank),)
+        self._record(kind, name, copy, [torch.arange(x.numel())], [x.numel()], x.flatten())
 
     def _add_param(self, kind: str, part: Part, at: int, x: torch.Tensor, copy: Copy) -> None:
         """Record x `[...]`, elements of the flattened slice of a part from `at` on."""
         numbers = part.of(torch.arange(torch.Size(part.shape).numel()).view(part.shape)).flatten()
-        data = x.detach().flatten().cpu().clone()
-        place, shape = [numbers[at : at + len(data)]], list(part.shape)
-        self.pieces.append(Recorded(self.step, kind, part.name, self.mesh.rank, copy, place, shape, data))
+        place = [numbers[at : at + x.numel()]]
+        self._record(kind, part.name, copy, place, list(part.shape), x.flatten())
 
 
 def _copies(part: Part) -> Copy:
