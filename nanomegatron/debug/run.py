@@ -7,8 +7,6 @@ layout B    1 run
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,23 +100,19 @@ def record_rank(
     folder: Path,
     seeds: tuple[int, ...] = (0,),
     hf: str | None = None,
-    lines: Sequence[str] = (),
 ) -> int:
     """One rank: run all steps for each seed, and write what was recorded to folder/SEED/rankN.
 
-    hf: a folder whose model transformers runs, too; what it computes goes to folder/hf. lines: what rank 0
-    prints as each of these runs begins; as it ends, its seconds.
+    hf: a folder whose model transformers runs, too; what it computes goes to folder/hf.
     """
     device = pick_device(parse(argv).config.run.device, world)
     config = checked(argv, world.size, device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
-    say = partial(print, file=sys.stderr, flush=True) if lines and world.rank == 0 else lambda *_, **__: None
-    shown = iter(lines)
-    for seed in seeds:
-        start = time.perf_counter()
-        say(next(shown, ""), end="")
+    for number, seed in enumerate(seeds, 1):
+        if world.rank == 0:
+            print(f"layout {folder.name}: run {number} of {len(seeds)}", file=sys.stderr, flush=True)
         run = build_run(config, mesh, seed)
         if run.model.on_gpu and mesh.pp.size > 1:
             warm_up_step(run)
@@ -138,12 +132,8 @@ def record_rank(
         finally:  # what a step has computed before it failed may say why
             run.data.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
-            say(f", {time.perf_counter() - start:.1f} s")
     if hf:
-        start = time.perf_counter()
-        say(next(shown, ""), end="")
         save_pieces(HfRecorder(build_run(config, mesh, 0), hf).record(), {}, folder / "hf/rank")
-        say(f", {time.perf_counter() - start:.1f} s")
     Mesh.close()
     return 0
 
@@ -162,16 +152,13 @@ def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference |
     """
     if not hf and a.config == b.config:
         raise ValueError(f"--b {b.word} is the same as --a {a.word}: give another layout, such as --b tp2")
-    moved = f"{a.word}, weights moved by rounding"
-    runs = [a.word, moved, moved, *(["transformers"] if hf else []), b.word]
-    lines = [f"run {i} of {len(runs)}: {run}" for i, run in enumerate(runs, 1)]
     one_thread_if_small(parameter_count(a.config.model, a.config.data.vocab_size or 0))
     with tempfile.TemporaryDirectory(prefix="debug-") as name:
         folder = Path(name)
-        failed = record_layout(a, folder / "a", SEEDS, hf, lines[:-1])
+        failed = record_layout(a, folder / "a", SEEDS, hf)
         if failed:
             raise RuntimeError(failed)
-        failed = record_layout(b, folder / "b", (0,), None, lines[-1:])
+        failed = record_layout(b, folder / "b")
         found = first_difference(folder, a.config, bool(failed))
         if failed:
             return found._replace(note=failed) if found else end_of(folder / "b")
