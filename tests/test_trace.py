@@ -328,15 +328,13 @@ def test_words(tmp_path):
     assert lines[0] == f"iteration 9: {planned} of ideal time 6 ms | {measured} of ideal time 6 ms"
     assert "BW for both" in lines[1] and "no optimizer" in lines[1]
     assert lines[2].endswith("rank 0 F 1, BW 2; rank 1 F 1, BW 2")
-    assert lines[4:7] == [
-        "rank 0 waited 2 ms (planned 2) before BW0.0 (chunk 0, microbatch 0) for the gradient from rank 1",
-        "rank 0 waited 1.5 ms (planned 1) before BW0.1 (chunk 0, microbatch 1) for the gradient from rank 1"
-        ", furthest above plan",
-        "rank 1 waited 1 ms (planned 1) before F0.0 (chunk 0, microbatch 0) for activations from rank 0",
+    assert lines[3:5] == [
+        "the waits furthest above plan:",
+        "rank 0 waited 1.5 ms (planned 1) before BW0.1 (chunk 0, microbatch 1) for the gradient from rank 1",
     ]
     early = recording(0.5)
     early.arrivals[0][[*early.arrivals[0]][-1]] = 6.1
-    assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[5]
+    assert "BW0.1 (chunk 0, microbatch 1) though what it needs was there" in write(early, tmp_path)[4]
 
 
 def test_plan_takes_the_median_of_each_kind_and_stage():
@@ -356,14 +354,14 @@ def test_plan_takes_the_median_of_each_kind_and_stage():
 
 
 def test_a_wait_beyond_plan_is_named(tmp_path):
-    """Short as it is, when no other wait is longer than planned."""
+    """Short as it is, and no wait that is as planned."""
     slow = recording()
     slow.events[1] = [slow.events[1][0]] + [
         e._replace(start=e.start + 0.3, end=e.end + 0.3) for e in slow.events[1][1:]
     ]
-    last = write(slow, tmp_path)[7]
-    assert "rank 1 waited 0.3 ms (planned 0) before BW0.0 " in last and last.endswith("furthest above plan")
-    assert "furthest above plan" not in str(write(recording(), tmp_path)[4:]), "all as planned"
+    assert "rank 1 waited 0.3 ms (planned 0) before BW0.0 " in write(slow, tmp_path)[4]
+    planned = write(recording(), tmp_path)
+    assert planned[3] == "hardly a wait above plan" and "waited" not in str(planned)
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
@@ -388,4 +386,4 @@ def test_picture(tmp_path):
     middle = (rows[0] + rows[-1]) // 2
     legend = 20 * 20
     assert blue[:middle].sum() == pytest.approx(blue[middle:].sum(), rel=0.15, abs=legend)
-    assert grey[middle:].sum() > 3 * grey[:middle].sum()
+    assert grey[middle:].sum() > 2 * grey[:middle].sum()

@@ -17,22 +17,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanomegatron.report.schedule_draw import HEIGHT, bars, canvas, legend
 from nanomegatron.schedules import Event, Message, Op, Timeline, messages, simulate, timeline_of
 
-SHORT = 0.01  # of a step; a shorter wait is not in the summary
-CONTENT = {"F": "activations", "B": "gradient"}
-
-
-class Wait(NamedTuple):
-    """Idle time of a rank before an op; message: the one that it waited for, if any."""
-
-    length: float
-    planned: float
-    event: Event
-    message: Message | None
+SHORT = 0.01  # of a step; a wait that is less above plan is not in the summary
+CONTENT = {"F": "activations", "B": "the gradient"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +108,7 @@ def write(recording: Recording, folder: Path, title: str = "") -> list[str]:
 
 
 def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
-    """Return lines on bubbles, ops' medians on each rank, longest waits, and the one furthest above plan.
+    """Return lines on bubbles, ops' medians on each rank, and the waits furthest above plan.
 
     Times are of the pipeline's ops: a step's reduction of gradients and its optimizer are not recorded.
     """
@@ -126,17 +117,14 @@ def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) 
     for row, rank in enumerate(recording.drawn):
         words = [f"{kind} {time:.3g}" for (at, kind), time in took.items() if at == row]
         costs.append(f"rank {rank} {', '.join(words)}")
-    found = [w for w in waits(recording, planned, measured) if w.length > SHORT * measured.total]
-    shown = list(dict.fromkeys(found[:3] + sorted(found, key=lambda wait: wait.planned - wait.length)[:1]))
-    most = max((wait.length - wait.planned for wait in shown), default=0.0)
-    what = "the longest waits, and the one furthest above plan:" if shown else "hardly a wait between them"
+    found = waits(recording, planned, measured)
     return [
         f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
         "only ops: F forward, B backward for inputs, W for weights, BW for both; "
         "no reduction of gradients, no optimizer",
         f"an op takes, in ms, median: {'; '.join(costs)}",
-        what,
-        *(_words(recording, wait, most) for wait in shown),
+        "the waits furthest above plan:" if found else "hardly a wait above plan",
+        *found,
     ]
 
 
@@ -146,16 +134,23 @@ def _total(what: str, timeline: Timeline) -> str:
     return f"{what} {timeline.total:.4g} ms, {bubble}"
 
 
-def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[Wait]:
-    """Return the idle times before ops of the ranks drawn, longest first."""
-    exchanges, apart = messages(recording.lists, recording.placed), recording.apart
-    uses = [x.uses for rank in recording.drawn for x in exchanges[rank // apart]]
-    came = [recording.arrivals[rank] for rank in recording.drawn]
+def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
+    """Return a line for each of the three waits of the ranks drawn that are furthest above plan."""
+    exchanges = messages(recording.lists, recording.placed)
+    uses = [x.uses for rank in recording.drawn for x in exchanges[rank // recording.apart]]
     found = []
     for gap, plan, event, used in zip(_gaps(measured), _gaps(planned), measured.events, uses):
-        late = used is not None and came[event.rank][used] - recording.first > event.start - gap / 2
-        found.append(Wait(gap, plan, event, used if late else None))
-    return sorted(found, key=lambda wait: -wait.length)
+        if gap - plan <= SHORT * measured.total:
+            continue
+        rank = recording.drawn[event.rank]
+        reason = "though what it needs was there"
+        if used and recording.arrivals[rank][used] - recording.first > event.start - gap / 2:
+            reason = f"for {CONTENT[used.kind]} from rank {recording.sender(rank, used)}"
+        op = event.op
+        line = f"rank {rank} waited {gap:.3g} ms (planned {plan:.3g}) before {op_name(op)} "
+        line += f"(chunk {op.chunk}, microbatch {op.microbatch}) {reason}"
+        found.append((plan - gap, line))
+    return [line for _, line in sorted(found)[:3]]
 
 
 def _gaps(timeline: Timeline) -> list[float]:
@@ -163,20 +158,6 @@ def _gaps(timeline: Timeline) -> list[float]:
     ends = [None, *timeline.events]
     same = [before is not None and before.rank == e.rank for before, e in zip(ends, timeline.events)]
     return [e.start - (b.end if s else 0.0) for b, e, s in zip(ends, timeline.events, same)]
-
-
-def _words(recording: Recording, wait: Wait, most: float) -> str:
-    rank, reason = recording.drawn[wait.event.rank], "though what it needs was there"
-    if wait.message:
-        content = {"F": "activations", "B": "the gradient"}[wait.message.kind]
-        reason = f"for {content} from rank {recording.sender(rank, wait.message)}"
-    op = wait.event.op
-    if wait.length - wait.planned == most > 0:
-        reason += ", furthest above plan"
-    return (
-        f"rank {rank} waited {wait.length:.3g} ms (planned {wait.planned:.3g}) before {op_name(op)} "
-        f"(chunk {op.chunk}, microbatch {op.microbatch}) {reason}"
-    )
 
 
 def picture(
