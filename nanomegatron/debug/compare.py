@@ -140,12 +140,6 @@ class Comparison:
         phase = PHASES.get(kind, 1 if base == kind else 2)
         return step, phase, -at if phase == 2 else at, kind == UNREDUCED, name
 
-    def _limit(self, key: Key) -> float:
-        return max(
-            FACTOR * self.levels.get(key, 0.0),
-            self.eps * float(first_copy(self.reference[key]).norm(dim=-1).max()),
-        )
-
     def _pair(self, key: Key, copy: Copy) -> tuple[torch.Tensor, Whole]:
         """What the reference has, and what was found; of a run that ended early as far as it came."""
         want = first_copy(self.reference[key])
@@ -159,7 +153,9 @@ class Comparison:
         want, got = self._pair(key, copy)
         if want.shape != got.data.shape:
             return torch.ones(1, dtype=torch.bool)
-        rows = ~((got.data - want).norm(dim=-1) <= self._limit(key))  # so that NaN differs
+        largest = float(first_copy(self.reference[key]).norm(dim=-1).max())
+        limit = max(FACTOR * self.levels.get(key, 0.0), self.eps * largest)
+        rows = ~((got.data - want).norm(dim=-1) <= limit)  # so that NaN differs
         return rows & (got.ranks >= 0).all(-1) if self.ended_early else rows
 
     def _difference(self, key: Key, copies: dict[Copy, torch.Tensor]) -> Difference:

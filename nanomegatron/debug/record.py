@@ -75,8 +75,6 @@ class Recorder(NoTracer, Observer):
         self.order: Order = {}
         self.seen: set[tuple] = set()
         self.inside = ["batch"]  # the phase of the step, and the modules whose forward has begun
-        self.op_now = Op("F", 0, 0)
-        self.batches: list[Batch] = []
         self.heads: dict[nn.Module, Part] = {}
         self.unreduced: dict[nn.Parameter, torch.Tensor] = {}
         for chunk in run.model:

@@ -61,9 +61,8 @@ class Fp8Stats(Observer):
         pp = run.mesh.pp
         self.run = run
         self.scales = scales
-        self.device = scales.history.device
         self.counting = False
-        texts = all_gather_text("\n".join(scales.layers), pp, self.device)
+        texts = all_gather_text("\n".join(scales.layers), pp, scales.history.device)
         names = [text.splitlines() for text in texts]
         self.names = [name for stage in names for name in stage]
         first = len(ROLES) * sum(map(len, names[: pp.rank]))
@@ -87,10 +86,8 @@ class Fp8Stats(Observer):
     def begin(self) -> None:
         """Start counting; clears the weight cache, so that the casts of weights are counted too."""
         tensors = len(ROLES) * len(self.names)
-        self.counts = torch.zeros(
-            3, tensors, dtype=torch.float64, device=self.device
-        )  # values, saturated, underflow
-        self.amax = torch.zeros(tensors, device=self.device)
+        self.amax = self.scales.history.new_zeros(tensors)
+        self.counts = self.amax.new_zeros(3, tensors, dtype=torch.float64)  # values, saturated, underflow
         self.scales.stats_hook = self._record
         self.scales.clear_weight_cache()
 
@@ -107,7 +104,7 @@ class Fp8Stats(Observer):
         """
         scales, recipe = self.scales, self.scales.recipe
         scales.stats_hook = None
-        most = torch.zeros(2, len(self.amax), device=self.device)
+        most = self.amax.new_zeros(2, len(self.amax))
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
         if recipe.keeps_history and scales.has_history:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale

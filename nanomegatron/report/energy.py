@@ -62,10 +62,9 @@ class Energy:
         """ranks: of the run, one a GPU; clock: seconds."""
         self.meter, self.ranks, self.clock = meter, ranks, clock
         self.begun: tuple[list[int], float] | None = None  # counters and time at the end of a step
-        self.steps = self.tokens = 0  # since then
-        # Joules of the GPUs that are read, seconds, tokens of the run, steps: since the last figure, and of
-        # the run in this process.
-        self.unsaid, self.total = Counter(), Counter()
+        # Joules of the GPUs that are read, seconds, tokens of the run, steps: since `begun`, since the last
+        # figure, and of the run in this process.
+        self.since, self.unsaid, self.total = Counter(), Counter(), Counter()
 
     def step(self, tokens: int, log: bool) -> dict[str, float]:
         """Count a step that has just ended; if `log`, return the figures of ENERGY_KEYS since the last ones.
@@ -77,8 +76,7 @@ class Energy:
         if self.begun is None:
             self.begun = self._read()
             return {}
-        self.steps += 1
-        self.tokens += tokens
+        self.since.update(steps=1, tokens=tokens)
         if log:
             self._close()
         if not log or self.unsaid["seconds"] < LEAST:
@@ -88,9 +86,9 @@ class Energy:
 
     def pause(self) -> None:
         """Leave out what follows, up to the end of the next step."""
-        if self.begun is not None and self.steps:
+        if self.since:
             self._close()
-        self.begun, self.steps, self.tokens = None, 0, 0
+        self.begun = None
 
     def summary(self) -> str:
         """The figures of all steps so far, in words; "" if they are of less than LEAST seconds."""
@@ -114,15 +112,11 @@ class Energy:
         if now is not None:
             spent = [new - old for new, old in zip(now[0], before, strict=True)]
             if min(spent) >= 0:
-                part = {
-                    "joules": sum(spent) / 1e3,
-                    "seconds": now[1] - start,
-                    "tokens": self.tokens,
-                    "steps": self.steps,
-                }
-                self.unsaid.update(part)
-                self.total.update(part)
-        self.begun, self.steps, self.tokens = now, 0, 0
+                self.since.update(joules=sum(spent) / 1e3, seconds=now[1] - start)
+                self.unsaid.update(self.since)
+                self.total.update(self.since)
+        self.begun = now
+        self.since = Counter()
 
     def _figures(self, spent: Counter) -> tuple[float, float]:
         """Joules per token over all GPUs of the run, and watts per GPU."""

@@ -186,14 +186,13 @@ class Reporter(Observer):
         if not good:
             found["next_lr"] = found["lr"]  # a bad step holds the schedule
         vocab = self.run.model[0].padded_vocab_size
-        speed = speed_of(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3)
         peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
         return {
             "iteration": batch.iteration,
             "consumed_samples": batch.end,
             "global_batch_size": batch.size,
             **found,
-            **speed,
+            **speed_of(self.run.config, self.mesh, vocab, batch.lengths, step.milliseconds / 1e3),
             **self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0),
             "skipped": int(not good),
             "skipped_samples": self.run.progress.skipped_samples,

@@ -50,15 +50,11 @@ class Clock:
         """Relate the device's clock to the host's, for `seconds`; waits for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
-            _, self.base, self.base_time = min((self._base() for _ in range(5)), key=lambda found: found[0])
+            before = time.perf_counter()
+            self.base = self.now()
+            self.base.synchronize()
+            self.base_time = (before + time.perf_counter()) / 2
         return self
-
-    def _base(self) -> tuple[float, torch.cuda.Event, float]:
-        """Return (time between two readings of the host's clock, an event between them, their midpoint)."""
-        before, event = time.perf_counter(), self.now()
-        event.synchronize()
-        after = time.perf_counter()
-        return after - before, event, (before + after) / 2
 
     def seconds(self, mark: Any) -> float:
         """Convert a mark to seconds of the host's clock, after `align`; waits until the device reached it."""
