@@ -181,6 +181,6 @@ def test_ledger_is_a_table():
     traffic = {("tp", "all_reduce", "calls"): 2, ("tp", "all_reduce", "bytes"): 3 * 2**20}
     traffic |= {("world", "all_reduce", "calls"): 1, ("world", "all_reduce", "bytes"): 16}
     assert ledger(traffic) == [
-        "    tp all_reduce          2 calls        3,072.0 KiB a step",
-        " world all_reduce          1 calls               16 B a step",
+        "    tp all_reduce          2 calls        3,145,728 bytes a step",
+        " world all_reduce          1 calls               16 bytes a step",
     ]

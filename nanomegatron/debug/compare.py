@@ -30,7 +30,6 @@ class Difference(NamedTuple):
     """A tensor that differs. rows: bool `[rows]`, or `[samples, tokens]` of activations."""
 
     key: Key
-    copy: Copy
     module: str
     rows: torch.Tensor
     ranks: list[int]
@@ -164,11 +163,11 @@ class Comparison:
         want, (got, _) = self._pair(key, copy)
         if got.shape != want.shape:
             how = f"its size is {list(got.shape)}, that of the reference {list(want.shape)}"
-            return Difference(key, copy, module, rows, [], 1.0, 0.0, how)
+            return Difference(key, module, rows, [], 1.0, 0.0, how)
         ranks = {r for c, bad in copies.items() for r in self.found[key][c].ranks[bad].flatten().tolist()}
         largest = float(want.norm(dim=-1).max()) or 1.0
         sizes = float((got - want).norm(dim=-1).max()) / largest, self.levels.get(key, 0.0) / largest
-        return Difference(key, copy, module, rows, sorted(ranks - {-1}), *sizes)
+        return Difference(key, module, rows, sorted(ranks - {-1}), *sizes)
 
     def _module(self, key: Key) -> str:
         """The module to blame for the first difference: as the table above."""

@@ -115,8 +115,8 @@ class Recorder(NoTracer, Observer):
         """As of NoTracer: what is computed inside belongs to this microbatch."""
         self.op_now, batch, chunk = op, self.batches[op.microbatch], self.run.model[op.chunk]
         if op.kind == "F":
-            kinds = ("tokens", "positions", "position_ids") if chunk.pre_process else ()
-            for kind in (*kinds, *(("labels", "loss_mask") if chunk.post_process else ())):
+            kinds = ("tokens", "positions", "position_ids") * chunk.pre_process
+            for kind in kinds + ("labels", "loss_mask") * chunk.post_process:
                 if (x := getattr(batch, kind)) is not None:
                     self.order.setdefault((kind, "batch"), (-1, len(self.order)))
                     self._add("batch", kind, x.expand(len(batch.sample_ids), -1).t()[..., None])
@@ -125,18 +125,12 @@ class Recorder(NoTracer, Observer):
     def _before(self, name: str, module: nn.Module, args: tuple) -> tuple:
         args, found = list(args), 0
         self.inside.append(name)
+        least = 2 if isinstance(module, Router) else 3  # dimensions; weights of the losses have 2
         for i, x in enumerate(args):
-            weights = isinstance(x, torch.Tensor) and x.dim() == 2 and not isinstance(module, Router)
-            if isinstance(x, torch.Tensor) and tensors_of(x) and not weights:  # of the losses
-                self._keep(name, f"input{found or ''}", module, x)
-                args[i] = self._passed_on(name, f"input{found or ''}", module, x)
+            if isinstance(x, torch.Tensor) and tensors_of(x) and x.dim() >= least:
+                args[i] = self._watch(name, f"input{found or ''}", module, x, x)
                 found += 1
         return tuple(args)
-
-    def _passed_on(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """A view of x `[...]` whose gradient is recorded: not what other readers return -> `[...]`"""
-        scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
-        return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
         self.inside.remove(name)
@@ -144,19 +138,24 @@ class Recorder(NoTracer, Observer):
         value = found[0]
         if getattr(module, "skip_bias_add", False) and output[1] is not None:
             value = value.detach() + output[1].detach()
-        self._keep(name, "output", module, value)
-        found[0] = self._passed_on(name, "output", module, found[0])
+        found[0] = self._watch(name, "output", module, found[0], value)
         return tuple(found) if isinstance(output, tuple) else found[0]
 
-    @torch.no_grad()
-    def _keep(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Record x `[s, b, ...]`, once a microbatch: the second time it is recomputed."""
+    def _watch(
+        self, name: str, kind: str, module: nn.Module, x: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Record value `[s, b, ...]`, once a microbatch: the second time it is recomputed -> a view of x
+
+        The view's gradient is recorded, without what other readers of x return.
+        """
         place = self.op_now.chunk, self.op_now.microbatch
         if (place, kind, name) not in self.seen:
             self.seen.add((place, kind, name))
             stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
             self.order.setdefault((kind, name), (stage, len(self.order)))
-            self._add_parts(name, kind, module, x)
+            self._add_parts(name, kind, module, value)
+        scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
+        return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
     def _add_parts(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
         """Record x `[s, b, ...]`: part by part if features are sharded over tp, else whole."""

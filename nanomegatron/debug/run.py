@@ -172,7 +172,7 @@ def end_of(folder: Path) -> Difference:
         raise RuntimeError("the ranks were killed: see their messages above")
     step, module, error = next(iter(ends.values()))
     key, rows = (step, "end of the run", module), torch.ones(1, dtype=torch.bool)
-    return Difference(key, (), module, rows, list(ends), 1.0, 0.0, f"nothing differed before {error}")
+    return Difference(key, module, rows, list(ends), 1.0, 0.0, f"nothing differed before {error}")
 
 
 def first_difference(folder: Path, config: Config, ended_early: bool = False) -> Difference | None:

@@ -61,7 +61,6 @@ class Fp8Stats(Observer):
         pp = run.mesh.pp
         self.run = run
         self.scales = scales
-        self.counting = False
         texts = all_gather_text("\n".join(scales.layers), pp, scales.history.device)
         names = [text.splitlines() for text in texts]
         self.names = [name for stage in names for name in stage]
@@ -69,13 +68,12 @@ class Fp8Stats(Observer):
         self.mine = slice(first, first + len(ROLES) * len(scales.layers))
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
-        self.counting = batch.iteration % self.run.config.run.log_fp8_stats == 0
-        if self.counting:
+        if batch.iteration % self.run.config.run.log_fp8_stats == 0:
             self.run.buckets.wait_params()  # the weights, which are cast again to be counted
             self.begin()
 
     def before_update(self) -> Numbers:
-        return {"fp8": self.end_counting()} if self.counting else {}
+        return {"fp8": self.end_counting()} if self.scales.stats_hook else {}
 
     def after_step(self, step: StepReport) -> None:
         table = step.numbers.pop("fp8", None)

@@ -19,7 +19,6 @@ microbatch 4.
 
 import json
 import socket
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -183,12 +182,7 @@ def offsets(exits: Sequence[Sequence[float]], machines: Sequence[str]) -> list[f
     The first process of a machine to leave represents it: a process may be scheduled late, never early. The
     median excludes the rounds in which all processes of a machine were late.
     """
-    first = {}
-    for machine in set(machines):
-        ranks = [times for times, of in zip(exits, machines) if of == machine]
-        first[machine] = list(map(min, zip(*ranks)))
-    ahead = {
-        machine: statistics.median(mine - zero for mine, zero in zip(times, first[machines[0]]))
-        for machine, times in first.items()
-    }
-    return [ahead[machine] for machine in machines]
+    times = torch.tensor(exits, dtype=torch.float64)
+    same = [torch.tensor([other == machine for other in machines]) for machine in machines]
+    first = torch.stack([times[ranks].amin(0) for ranks in same])
+    return (first - first[0]).median(1).values.tolist()

@@ -89,13 +89,6 @@ def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
     kinds = sorted({key[:2] for key in traffic})
     return [
         f"{axis:>6} {kind:<14} {traffic[axis, kind, 'calls']:6d} calls "
-        f"{size_text(traffic[axis, kind, 'bytes'])} a step"
+        f"{traffic[axis, kind, 'bytes']:16,d} bytes a step"
         for axis, kind in kinds
     ]
-
-
-def size_text(size: int) -> str:
-    """Format a number of bytes, as wide as all others."""
-    if size < 2**10:
-        return f"{size:16,d} B"
-    return f"{size / 2**10:14,.1f} KiB"
