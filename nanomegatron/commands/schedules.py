@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nanomegatron.config.help import CommandParser
-from nanomegatron.report.schedule_draw import draw_timeline, text
+from nanomegatron.report.schedule_draw import draw_timeline, text_rows, timeline_summary
 from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
         placed = placement(args.schedule, args.stages, args.chunks)
         timeline = simulate(lists, placed, dict.fromkeys("FBW", 1 / len(placed[0])))  # a piece of a rank
-        print(text(timeline))
+        print(*text_rows(timeline), timeline_summary(timeline), sep="\n")
         if args.picture:
             draw_timeline(
                 timeline,

@@ -40,8 +40,16 @@ class Difference(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """What --json writes."""
         step, kind, name = self.key
-        facts = {"module": self.module, "step": step + 1, "kind": kind, "tensor": name, "ranks": self.ranks}
-        return facts | {"error": self.error, "noise": self.noise, "note": self.note}
+        return {
+            "module": self.module,
+            "step": step + 1,
+            "kind": kind,
+            "tensor": name,
+            "ranks": self.ranks,
+            "error": self.error,
+            "noise": self.noise,
+            "note": self.note,
+        }
 
     def describe(self) -> list[str]:
         """Lines for the reader: what differs first, where, by how much."""
@@ -52,15 +60,13 @@ class Difference(NamedTuple):
             where += f"; samples {samples}; tokens {tokens}"
         elif len(self.rows) > 1:
             where += f"; rows {spans(nonzero(self.rows))}"
-        lines = [
+        return [
             f"first difference: {self.module}",
             f"  what     step {step + 1}, {kind} of {name}",
             f"  where    {where}",
             f"  size     {self.error:.1e} of the largest row; rounding explains {self.noise:.1e}",
+            *(f"  note     {line}" for line in self.note.splitlines()),
         ]
-        if self.note:
-            lines.append(f"  note     {self.note}")
-        return lines
 
 
 def nonzero(x: torch.Tensor) -> list[int]:

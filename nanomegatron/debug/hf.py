@@ -22,20 +22,18 @@ from nanomegatron.step import Training
 OTHERS = ("experts", "router", "position_embeddings")  # whose activations have no counterpart
 
 
-def load_transformers(folder: str, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model of a folder. Raises ValueError without transformers."""
-    transformers = import_extra("transformers", "--reference hf")
-    transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-
-
 class HfRecorder:
     """Records the forward and backward of transformers' model on the batches of our run, as `pieces`."""
 
     def __init__(self, run: Training, folder: str) -> None:
+        """Raises ValueError without transformers."""
         config = run.config
         self.run, self.pieces, self.samples = run, [], torch.arange(0)
-        self.model = load_transformers(folder, getattr(torch, config.dtype_name))
+        transformers = import_extra("transformers", "--reference hf")
+        transformers.utils.logging.disable_progress_bar()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, config.dtype_name), attn_implementation="eager"
+        )
         self.parts = [part for p in run.model.parameters() for part in p.spec.parts]
         shapes = {part.name: part.shape for part in self.parts}
         self.places = places(shapes, read_folder(folder)[0], self.model.state_dict())

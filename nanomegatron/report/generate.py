@@ -204,7 +204,7 @@ def show_sample(
     `nanomegatron generate` with that prompt begins with the same tokens. Every rank must call it. An error on
     all ranks is only a warning. One on some ranks is raised, since the others wait in a collective.
     """
-    prompts, ids, texts = [], [], []
+    prompts, ids = [], []
     limit = model.config.max_position_embeddings
     with log.attempt("sample"):
         prompts = prompts_of(tokenizer, dataset, limit // 2)
@@ -213,12 +213,10 @@ def show_sample(
         return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or all_ranks_arrive(mesh)):
-        texts = generate(model, ids, 80, DEFAULT._replace(stops=frozenset([tokenizer.eod])))
-    with log.attempt("sample"):
-        for text in texts:
-            shown = tokenizer.decode(  # the model may have more ids than the tokenizer
-                [token for token in text[len(tokenizer.prefix_ids) :] if token < tokenizer.vocab_size]
-            )
-            lines = [line for line in shown.splitlines() if line.strip()]
-            log.line("sample  " + "\n        ".join(lines[:SAMPLE_LINES]))
+        (text,) = generate(model, ids, 80, DEFAULT._replace(stops=frozenset([tokenizer.eod])))
+        shown = tokenizer.decode(  # the model may have more ids than the tokenizer
+            [token for token in text[len(tokenizer.prefix_ids) :] if token < tokenizer.vocab_size]
+        )
+        lines = [line for line in shown.splitlines() if line.strip()]
+        log.line("sample  " + "\n        ".join(lines[:SAMPLE_LINES]))
     return prompts[0]

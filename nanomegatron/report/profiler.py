@@ -37,7 +37,9 @@ class Profile(Observer):
         self.remembers = run.record_memory_history and self.cuda
         if self.remembers:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump("-out-of-memory"))
+            torch._C._cuda_attach_out_of_memory_observer(
+                lambda *_: self.remembers and self._dump("-out-of-memory")
+            )
         if run.profile:
             steps = f"steps {run.profile_step_start} to {run.profile_step_end - 1}"
             files = ", ".join(str(self.path(rank)) for rank in run.profile_ranks)
@@ -63,9 +65,9 @@ class Profile(Observer):
         """Write all records."""
         with self.log.attempt("profile"):
             self._stop()
-        with self.log.attempt("memory history"):
-            self._dump()
         if self.remembers:
+            with self.log.attempt("memory history"):
+                self._dump()
             torch.cuda.memory._record_memory_history(enabled=None)
             self.remembers = False
 
@@ -95,8 +97,6 @@ class Profile(Observer):
         self.log.line(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
 
     def _dump(self, when: str = "") -> None:
-        if not self.remembers:
-            return
         name = Path(self.run.memory_snapshot_path)
         path = self.folder / f"{name.stem}-rank{self.mesh.rank}{when}{name.suffix}"
         torch.cuda.memory._dump_snapshot(str(path))

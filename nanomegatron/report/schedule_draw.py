@@ -22,11 +22,6 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
     return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
 
 
-def text(timeline: Timeline) -> str:
-    """Draw a timeline as text: its `text_rows`, then a summary."""
-    return "\n".join([*text_rows(timeline), timeline_summary(timeline)])
-
-
 def text_rows(timeline: Timeline) -> list[str]:
     """Draw a timeline as a row of text per rank, a cell per unit of time (the shortest op).
 
