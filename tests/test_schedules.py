@@ -365,13 +365,16 @@ def test_commands(capsys):
     assert end.value.code == 0 and "--max-new-tokens" in capsys.readouterr().out
 
 
-def test_command_line(capsys):
+def test_command_line(capsys, monkeypatch):
     code, out = run(capsys, *"--stages 4 --microbatches 8 --schedule interleaved --chunks 2".split())
     *rows, total = out.out.splitlines()
-    assert code == 0 and len(rows) == 4
+    assert code == 0 and len(rows) == 4 and "\x1b" not in out.out
     assert rows[3].split()[:9] == "rank 3 . . . F0a F1a F2a F3a".split()
     assert total.startswith("total") and "bubble 18.8 % of ideal time" in total
     assert total.endswith("of each rank: 11 9 7 5")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    code, out = run(capsys, *"--stages 2 --microbatches 2 --schedule zb-h1".split())
+    assert code == 0 and out.out.splitlines()[1].count("\x1b[48;5;") == 6 and "mW1\x1b[0m" in out.out
     code, out = run(capsys, "--microbatches", "0")
     assert code == 2 and out.err == "nanomegatron schedules: 0 microbatches: a schedule needs at least one\n"
 

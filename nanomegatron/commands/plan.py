@@ -230,7 +230,7 @@ def simulated(run: Planned, cluster: Cluster) -> list[str]:
     drawn = timeline(run, cluster)
     first = 1 + max(event.op.microbatch for event in drawn.events)
     lines.append(f"ranks   busy for {busy} ms; {first} of {order.microbatches} microbatches:")
-    return [*lines, *text_rows(drawn)]
+    return [*lines, *text_rows(drawn, sys.stdout.isatty())]
 
 
 def planned_run(parsed: Parsed, gpus: int | None) -> Planned:

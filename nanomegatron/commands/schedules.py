@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
         placed = placement(args.schedule, args.stages, args.chunks)
         timeline = simulate(lists, placed, dict.fromkeys("FBW", 1 / len(placed[0])))  # a piece of a rank
-        print("\n".join([*text_rows(timeline), timeline_summary(timeline)]))
+        print("\n".join([*text_rows(timeline, sys.stdout.isatty()), timeline_summary(timeline)]))
         if args.picture:
             draw_timeline(
                 timeline,

@@ -1,8 +1,9 @@
-"""Pictures of a schedule in time: text for the terminal, PNG or SVG for a page.
+"""Pictures of a schedule in time: coloured text for the terminal, PNG or SVG for a page.
 
 rank 0  F0 F1 F2 .. .. .. .. BW0=== BW1=== BW2===        time runs to the right, a row is a rank
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,17 @@ from nanomegatron.schedules import Timeline
 
 # After Okabe and Ito: distinct for colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
+TERMINAL = {  # colours of the paper and the ink, of 256
+    "F": "48;5;25;38;5;231",
+    "B": "48;5;214;38;5;16",
+    "W": "48;5;36;38;5;16",
+    "BW": "48;5;166;38;5;16",
+}
+    "F": "48;5;25;38;5;231",
+    "B": "48;5;214;38;5;16",
+    "W": "48;5;36;38;5;16",
+    "BW": "48;5;166;38;5;16",
+}
 IDLE = "#ebebeb"
 HEIGHT = 0.84  # of a bar; the distance of rows is 1
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
@@ -22,7 +34,7 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
     return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
 
 
-def text_rows(timeline: Timeline) -> list[str]:
+def text_rows(timeline: Timeline, colour: bool = False) -> list[str]:
     """Draw a timeline as a row of text per rank, a cell per unit of time (the shortest op).
 
     An op has its kind, its microbatch and, if there are several chunks, its chunk (a, b ...).
@@ -39,7 +51,14 @@ def text_rows(timeline: Timeline) -> list[str]:
         size = width * (end - begin)
         bar = name.ljust(size - 1, "=") if end - begin > 1 else name
         rows[event.rank] += ".".ljust(width) * idle + bar.ljust(size)
-    return [f"rank {rank}  {row.rstrip()}" for rank, row in enumerate(rows)]
+    rows = [row.rstrip() for row in rows]
+    if colour:
+        rows = [re.sub(r"(BW|[FBW])\d+[a-z]?=*", _painted, row) for row in rows]
+    return [f"rank {rank}  {row}" for rank, row in enumerate(rows)]
+
+
+def _painted(op: re.Match) -> str:
+    return f"\x1b[{TERMINAL[op[1]]}m{op[0]}\x1b[0m"
 
 
 def timeline_summary(timeline: Timeline) -> str:
