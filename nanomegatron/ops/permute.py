@@ -11,6 +11,7 @@ number of rows is that of the worst case, so that the host need not wait for the
 `unpermute_block` do the same for a block of tokens, with the tables of `Routing.block`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,7 +120,7 @@ def permute(
     _check(x, routing, probs, routing.position.shape[0])
     if not (fused and usable(x, "permute")):
         return permute_ref(x, routing, probs)
-    return PermuteFunction.apply(x, routing, probs)
+    return ReorderFunction.apply(x, routing, probs, _permute, _unpermute)
 
 
 def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,7 +144,7 @@ def unpermute(
     _check(z, routing, probs, routing.source.shape[0])
     if not (fused and usable(z, "unpermute")):
         return unpermute_ref(z, routing, probs)
-    return UnpermuteFunction.apply(z, routing, probs)
+    return ReorderFunction.apply(z, routing, probs, _unpermute, _permute)
 
 
 def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,40 +203,33 @@ def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch
     return y, dots
 
 
-class PermuteFunction(torch.autograd.Function):
-    """`permute` by the kernel. x `[t, h]`, probs `[t, k]` -> `[rows, h]`"""
+class ReorderFunction(torch.autograd.Function):
+    """`permute` or `unpermute` by `launch`, that op's kernel; `launch_back`, the other's, is the backward.
+
+    x `[t, h]` or `[rows, h]`, probs `[t, k]` -> `[rows, h]` or `[t, h]`
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        routing: Routing,
+        probs: torch.Tensor | None,
+        launch: Callable,
+        launch_back: Callable,
+    ) -> torch.Tensor:
         x, probs = x.contiguous(), None if probs is None else probs.contiguous()
         ctx.routing = routing
+        ctx.launch_back = launch_back
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, probs)
-        return _permute(x, routing, probs)[0]
+        return launch(x, routing, probs)[0]
 
     @staticmethod
     @once
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, probs = ctx.saved_tensors
-        dx, dprobs = _unpermute(grad.contiguous(), ctx.routing, probs, x)
-        return dx, None, dprobs
-
-
-class UnpermuteFunction(torch.autograd.Function):
-    """`unpermute` by the kernel. z `[rows, h]`, probs `[t, k]` -> `[t, h]`"""
-
-    @staticmethod
-    def forward(ctx, z: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:
-        z, probs = z.contiguous(), None if probs is None else probs.contiguous()
-        ctx.routing = routing
-        ctx.save_for_backward(z if ctx.needs_input_grad[2] else None, probs)
-        return _unpermute(z, routing, probs)[0]
-
-    @staticmethod
-    @once
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-        z, probs = ctx.saved_tensors
-        dz, dprobs = _permute(grad.contiguous(), ctx.routing, probs, z)
-        return dz, None, dprobs
+        dx, dprobs = ctx.launch_back(grad.contiguous(), ctx.routing, probs, x)
+        return dx, None, dprobs, None, None
 
 
 def _check(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None, rows: int) -> None:
