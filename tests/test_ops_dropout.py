@@ -66,15 +66,15 @@ def test_kernels_get_the_counters_of_the_mask():
 def test_what_does_not_fit_is_refused():
     x, bias = torch.zeros(SHAPE), torch.zeros(SHAPE[-1])
     for given, words in [
-        ((x, bias[:4], None, None), r"a bias of \[4\]"),
-        ((x, bias.half(), None, None), "a bias of .* torch.float16"),
-        ((x, None, x[:1], None), "a residual of"),
-        ((x, None, x.to("meta"), None), "on meta to add to"),
-        ((x[:2], None, None, DROP), r"needs int64 \[s\] and \[b\]"),
-        ((x.flatten(0, 1), None, None, DROP), r"dropout of \[10, 24\]"),
-        ((x, None, None, replace(DROP, positions=DROP.positions.int())), "counters torch.int32"),
+        ((x, bias[:4], None, None), r"bias torch.float32 \[4\]"),
+        ((x, bias.half(), None, None), "bias torch.float16"),
+        ((x, None, x[:1], None), "residual torch.float32"),
+        ((x, None, x.to("meta"), None), "residual .* on meta: must be"),
+        ((x[:2], None, None, DROP), r"positions .* must be torch.int64 \[2\]"),
+        ((x.flatten(0, 1), None, None, DROP), r"positions .* must be torch.int64 \[10\]"),
+        ((x, None, None, replace(DROP, positions=DROP.positions.int())), "positions torch.int32"),
     ]:
         with pytest.raises(ValueError, match=words):
             ops.bias_dropout_add(*given)
-    with pytest.raises(ValueError, match="a bias of"):
+    with pytest.raises(ValueError, match="bias torch.float32"):
         add_norm(x, x, bias, None, 1e-5, False, bias[:4])

@@ -7,7 +7,7 @@ Letters in shapes: t tokens, V columns on this rank: first `real` columns of the
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, usable
 
 CHUNK_TOKENS = 2048  # tokens whose logits the reference converts to fp32 at once
 
@@ -108,11 +108,6 @@ def check_logits(logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Ten
         raise ValueError(
             f"logits {logits.dtype} {list(logits.shape)}: must be floating, [t, V], V below 2^30"
         )
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels {labels.dtype}: must be int64")
-    for x in (labels, *numbers):
-        if x.shape != logits.shape[:1] or x.device != logits.device:
-            raise ValueError(
-                f"{list(x.shape)} on {x.device}: must be [{logits.shape[0]}] as the rows of the logits, "
-                f"on {logits.device}"
-            )
+    check_fits("labels", labels, logits.shape[:1], torch.int64, logits.device)
+    for x in numbers:
+        check_fits("numbers", x, logits.shape[:1], x.dtype, logits.device)

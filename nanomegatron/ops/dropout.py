@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, once, usable
 
 PARTS = 8  # partial sums over rows per multiprocessor, in backwards, at most: as many blocks fit
 
@@ -29,11 +29,8 @@ class Dropout:
 
     def check(self, x: torch.Tensor) -> None:
         """Raise ValueError unless x `[s, b, h]` fits int64 positions `[s]` and sample_ids `[b]`."""
-        counters = self.positions, self.sample_ids
-        shape = [*(n for t in counters for n in t.shape), x.shape[-1]]
-        if [*x.shape] != shape or any((t.dtype, t.dim()) != (torch.int64, 1) for t in counters):
-            kinds = " and ".join(f"{t.dtype} {[*t.shape]}" for t in counters)
-            raise ValueError(f"dropout of {[*x.shape]} with counters {kinds}: needs int64 [s] and [b]")
+        check_fits("positions", self.positions, x.shape[:1], torch.int64, x.device)
+        check_fits("sample_ids", self.sample_ids, x.shape[1:-1], torch.int64, x.device)
 
 
 def kernel_arguments(drop: Dropout | None) -> tuple[torch.Tensor | float | None, ...]:
@@ -86,11 +83,8 @@ def check_branch(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
 ) -> None:
     """Raise ValueError unless x, residual `[..., h]`, bias `[h]` and the counters of drop fit together."""
-    for what, other, shape in ("bias", bias, x.shape[-1:]), ("residual", residual, x.shape):
-        if other is not None and (other.shape, other.dtype, other.device) != (shape, x.dtype, x.device):
-            there = f"{list(other.shape)} {other.dtype} on {other.device}"
-            needed = f"{list(shape)} {x.dtype} on {x.device}"
-            raise ValueError(f"a {what} of {there} to add to {list(x.shape)}, needs {needed}")
+    check_fits("bias", bias, x.shape[-1:], x.dtype, x.device)
+    check_fits("residual", residual, x.shape, x.dtype, x.device)
     if drop is not None:
         drop.check(x)
 

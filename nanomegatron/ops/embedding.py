@@ -11,7 +11,7 @@ with the row once. Ids are sorted for it; nothing waits for the GPU, so a CUDA g
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, usable
 
 TOKENS_A_PART = 64  # tokens that a warp adds: TOKENS_A_PART in embedding.cu
 
@@ -124,9 +124,7 @@ def _check(ids, table, positions, places) -> None:
         raise ValueError(f"ids {given}: must be int64 or int32 [b, s], for a table [v, h]")
     if positions is None:
         return
-    if positions.dtype != table.dtype or positions.shape[1:] != table.shape[1:]:
-        here, there = (f"{t.dtype} {list(t.shape)}" for t in (positions, table))
-        raise ValueError(f"positions {here}: must have the type and columns of the table {there}")
+    check_fits("positions", positions, (len(positions), table.shape[1]), table.dtype, table.device)
     if places is None or places.dtype not in integers or places.shape not in (ids.shape, ids.shape[1:]):
         given = places if places is None else f"{places.dtype} {list(places.shape)}"
         raise ValueError(f"places {given}: must be int64 {list(ids.shape[1:])} or {list(ids.shape)}")

@@ -21,7 +21,7 @@ from nanomegatron.ops.bias import add_bias, column_sums
 from nanomegatron.ops.cross_entropy import check_logits, cross_entropy_grad_ref
 from nanomegatron.ops.fp8_cast import Fp8Output, Pair
 from nanomegatron.ops.gelu import bias_act_ref
-from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, usable
 from nanomegatron.ops.norm import check_norm, norm_ref
 from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
 
@@ -102,8 +102,7 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
     """
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, 2 * f)
-    if grad.shape != (*x.shape[:-1], f) or grad.dtype != x.dtype or grad.device != x.device:
-        raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}, halved")
+    check_fits("gradient", grad, (*x.shape[:-1], f), x.dtype, x.device)
     if not usable(x, "gated_backward_fp8"):
         return wanted.cast(gated_backward_ref(grad.reshape(rows, f), x.reshape(rows, 2 * f), act))
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
@@ -137,8 +136,7 @@ def bias_act_backward_fp8(
     """
     rows, f = math.prod(x.shape[:-1]), x.shape[-1]
     pair = wanted.empty(x, rows, f)
-    if (grad.shape, grad.dtype, grad.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}")
+    check_fits("gradient", grad, x.shape, x.dtype, x.device)
     if not usable(x, "bias_act_backward_fp8"):
         at = add_bias(x, bias).detach().requires_grad_()
         with torch.enable_grad():

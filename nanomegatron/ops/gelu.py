@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.ops.bias import Accumulate, add_bias, blocks_down, for_autograd
-from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, once, usable
 
 TANH, EXACT, SQUARED_RELU = 0, 1, 2  # as gelu.cu has them
 
@@ -34,9 +34,7 @@ def bias_act(
 
     accumulate: what the bias's gradient is given to (`ops/bias.py`). Raises ValueError for another bias.
     """
-    if bias is not None and (bias.shape, bias.dtype) != (x.shape[-1:], x.dtype):
-        has, needs = f"{list(bias.shape)} {bias.dtype}", f"{list(x.shape[-1:])} {x.dtype}"
-        raise ValueError(f"an activation of {list(x.shape)} with a bias of {has}, needs {needs}")
+    check_fits("bias", bias, x.shape[-1:], x.dtype, x.device)
     if not usable(x, "bias_act"):
         return bias_act_ref(x, bias, accumulate, act=act)
     return BiasActFunction.apply(x, bias, act, accumulate)

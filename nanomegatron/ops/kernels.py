@@ -90,6 +90,16 @@ def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) ->
     return False
 
 
+def check_fits(
+    what: str, x: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError unless x `[...]`, if there is one, has this shape, type and device; what: its name."""
+    if x is not None and (x.shape, x.dtype, x.device) != (shape, dtype, device):
+        raise ValueError(
+            f"{what} {x.dtype} {list(x.shape)} on {x.device}: must be {dtype} {list(shape)} on {device}"
+        )
+
+
 @functools.cache
 def _tell(op: str, dtype: torch.dtype, device: torch.device) -> None:
     why = _unfit(device) or "they are for fp32, bf16 and fp16"

@@ -15,7 +15,7 @@ from nanomegatron.ops.dropout import (
     check_branch,
     kernel_arguments,
 )
-from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, once, usable
 
 
 def norm(
@@ -35,7 +35,7 @@ def norm(
     """
     check_norm(x, None, weight, bias)
     if fused and usable(x, "norm"):
-        return by_kernel(x, None, weight, bias, eps, from_one)
+        return NormFunction.apply(x, None, weight, bias, eps, from_one)[0]
     return norm_ref(x, weight, bias, eps, from_one)
 
 
@@ -73,7 +73,7 @@ def add_norm(
     check_norm(x, residual, weight, bias)
     check_branch(x, x_bias, None, drop)
     if usable(x, "add_norm"):
-        return by_kernel(x, residual, weight, bias, eps, from_one, x_bias, drop)
+        return NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
     total = bias_dropout_add_ref(x, x_bias, residual, drop)
     return norm_ref(total, weight, bias, eps, from_one), total
 
@@ -93,16 +93,8 @@ def norm_ref(
     return F.layer_norm(x.to(wide), scale.shape, scale, bias.to(wide), eps).to(x.dtype)
 
 
-def by_kernel(
-    x, residual, weight, bias, eps: float, from_one: bool = False, x_bias=None, drop=None
-) -> torch.Tensor | tuple:
-    """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
-    out, total = NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
-    return out if residual is None else (out, total)
-
-
 class NormFunction(torch.autograd.Function):
-    """`by_kernel` as an autograd function -> the norm, and the sum or, without a residual, x."""
+    """`norm_beside` or, with a residual, `add_norm` by the kernels, of checked tensors."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
@@ -194,14 +186,9 @@ def check_norm(
     """Raise ValueError unless x, residual `[..., h]` and weight, bias `[h]` fit together."""
     if not x.is_floating_point() or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"a norm of {x.dtype} with a weight of {weight.dtype}: needs that type or fp32")
-    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
-        raise ValueError(f"a norm of {list(x.shape)} with a weight of {list(weight.shape)}: not the last dim")
-    for what, other, like in ("bias", bias, weight), ("residual", residual, x), ("weight", weight, weight):
-        if other is not None and (other.shape, other.dtype) != (like.shape, like.dtype):
-            there, needed = f"{list(other.shape)} {other.dtype}", f"{list(like.shape)} {like.dtype}"
-            raise ValueError(f"a norm with a {what} of {there}, needs {needed}")
-        if other is not None and other.device != x.device:
-            raise ValueError(f"a norm of x on {x.device} with a {what} on {other.device}")
+    check_fits("weight", weight, x.shape[-1:], weight.dtype, x.device)
+    check_fits("bias", bias, weight.shape, weight.dtype, x.device)
+    check_fits("residual", residual, x.shape, x.dtype, x.device)
 
 
 def _whole(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.config.model import MAX_EXPERTS
-from nanomegatron.ops.kernels import FLOATS, TYPES, launch_kernel, once, usable
+from nanomegatron.ops.kernels import FLOATS, TYPES, check_fits, launch_kernel, once, usable
 
 BLOCK_COPIES = 1024  # copies per thread block: COPIES in permute.cu
 
@@ -241,8 +241,4 @@ def _check(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None, rows: 
             )
     if x.dtype not in FLOATS or x.dim() != 2 or len(x) != rows:
         raise ValueError(f"a matrix of {rows} rows is permuted, not {x.dtype} {list(x.shape)}")
-    shape = routing.position.shape
-    if probs is not None and (
-        probs.dtype != torch.float32 or probs.shape != shape or probs.device != x.device
-    ):
-        raise ValueError(f"probs are fp32 {tuple(shape)}, not {probs.dtype} {tuple(probs.shape)}")
+    check_fits("probs", probs, routing.position.shape, torch.float32, x.device)
