@@ -20,7 +20,7 @@ from nanomegatron.dp import ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.decode import decoder
 from nanomegatron.fast.discard_output import discard_activations
-from nanomegatron.fast.dp_peer import PeerShardComm
+from nanomegatron.fast.dp_peer import peer_shard_comm
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
@@ -97,7 +97,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if model.cross_entropy_loss_fusion:
         paths = replace(paths, loss=fused_output_loss)
     if take and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
-        paths = replace(paths, shard_comm=PeerShardComm(peers))
+        paths = replace(paths, shard_comm=partial(peer_shard_comm, peers))
     if take or config.precision.fp8_param_gather:
         paths = replace(paths, gathered=gathered_casts, state=cast_state, updates=CastUpdates)
     if on_gpu:

@@ -1,12 +1,14 @@
 """Shards moved through memory that ranks share, against asynchronous collectives; files in place of GPUs."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import ShardComm
-from nanomegatron.fast.dp_peer import PeerShardComm, PeerShards
+from nanomegatron.fast.dp_peer import PeerShards, peer_shard_comm
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.optim import Optimizer
 from nanomegatron.report.banner import buckets_text
@@ -84,7 +86,7 @@ def train_both(mesh, folder: str) -> None:
         )
         plain = trained(mesh, parallel, dtype, ShardComm)
         with recorded(f"{folder}/{sharding} {dtype}", mesh.rank):
-            comm = PeerShardComm(PeerAccess({"dp_cp": ""}))
+            comm = partial(peer_shard_comm, PeerAccess({"dp_cp": ""}))
             norms, weights, text, shared = trained(mesh, parallel, dtype, comm)
         assert "by GPU copy engines" in text and "by collectives" in plain[2]
         assert shared > 0 and plain[3] == 0
@@ -102,5 +104,6 @@ def test_training_is_that_of_collectives(world, tmp_path):
 
 @spmd(world=2)
 def test_ranks_that_share_no_memory_use_collectives(mesh):
-    comm = PeerShardComm(PeerAccess({"dp_cp": "dp_cp spans 2 machines"}))(mesh.dp_cp, mesh.device, 8)
+    peers = PeerAccess({"dp_cp": "dp_cp spans 2 machines"})
+    comm = peer_shard_comm(peers, mesh.dp_cp, mesh.device, 8)
     assert isinstance(comm, ShardComm) and comm.description == "collectives (dp_cp spans 2 machines)"

@@ -5,6 +5,7 @@ words that follow themselves are one. Where GPUs copy in each other's memory, ev
 stream must be ordered with those on others by a wait: a CPU would compute the same without.
 """
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import train
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import ParamAndGradBuckets, ShardComm
-from nanomegatron.fast.dp_peer import PeerShardComm
+from nanomegatron.fast.dp_peer import peer_shard_comm
 from nanomegatron.fast.offload import HostStaging
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear
@@ -125,7 +126,7 @@ def test_replicas_communicate_beside_the_step(mesh):
 def test_replicas_copy_what_is_there(mesh, tmp_path):
     """And gradients are written when no peer copies the last ones any more: behind a barrier."""
     with recorded(tmp_path, mesh.rank) as found:
-        _, buckets = of_two_steps(mesh, found, PeerShardComm(PeerAccess({"dp_cp": ""})))
+        _, buckets = of_two_steps(mesh, found, partial(peer_shard_comm, PeerAccess({"dp_cp": ""})))
         buckets.zero_grad_buffer()
         stream, behind_reductions = found.barriers[-len(buckets.all)]
         assert found.main.seen[stream] >= behind_reductions

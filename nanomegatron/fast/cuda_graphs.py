@@ -29,12 +29,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from nanomegatron.batch import Batch
 from nanomegatron.dp import Bucket, ParamAndGradBuckets
 from nanomegatron.fp8 import Scales
 from nanomegatron.param import report
@@ -42,25 +41,12 @@ from nanomegatron.param import report
 LEFT_FREE = 2**30  # bytes that are left free
 
 
-class GraphStep(Protocol):
-    """What `pp.execute` runs, as `step.ForwardStep`: (chunk, i) -> loss `[]`, added to `total`."""
-
-    batches: list[Batch]
-    scale: torch.Tensor
-    tokens: torch.Tensor
-    total: torch.Tensor
-    aux_scale: torch.Tensor | None
-
-    def __call__(self, chunk: nn.Module, i: int) -> torch.Tensor:
-        """Run the forward of microbatch i."""
-
-
-def inputs(step: GraphStep, i: int) -> list[torch.Tensor]:
-    """The tensors that microbatch i reads besides the parameters -> `[...]` each"""
+def inputs(step: Any, i: int) -> list[torch.Tensor]:
+    """The tensors that microbatch i of a `step.ForwardStep` reads besides parameters -> `[...]` each"""
     return [*step.batches[i].tensors().values(), step.scale, step.tokens, step.total]
 
 
-def shape_of(step: GraphStep, i: int) -> Hashable:
+def shape_of(step: Any, i: int) -> Hashable:
     """What decides which kernels run for microbatch i; None: they depend on its contents."""
     batch = step.batches[i]
     if batch.cu_seqlens is not None or batch.shard is not None or step.aux_scale is not None:
@@ -68,7 +54,7 @@ def shape_of(step: GraphStep, i: int) -> Hashable:
     return tuple((name, x.shape) for name, x in batch.tensors().items())
 
 
-def copied(step: GraphStep, i: int) -> GraphStep:
+def copied(step: Any, i: int) -> Any:
     """A step of only microbatch i, on copies of its `inputs`."""
     numbers = {name: getattr(step, name).clone() for name in ("scale", "tokens", "total")}
     return replace(step, batches=[step.batches[i].each(torch.clone)], **numbers)
@@ -125,13 +111,13 @@ class GraphedSteps:
     def __call__(
         self,
         stages: nn.ModuleList,
-        step: GraphStep,
+        step: Any,
         microbatches: int,
         shape: tuple[int, int, int],
         forward_only: bool = False,
         tracer: Any = None,
     ) -> None:
-        """Run forward and backward of all microbatches, as `pp.execute` does."""
+        """Run forward and backward of all microbatches, as `pp.execute` does. step: a `step.ForwardStep`"""
         scales = self.scales
         first_scales = scales is not None and scales.recipe.keeps_history and not scales.has_history
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
@@ -144,7 +130,7 @@ class GraphedSteps:
         for i in range(microbatches):
             self.run(stages[0], step, i)
 
-    def ready(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> bool:
+    def ready(self, stages: nn.ModuleList, step: Any, microbatches: int, tracer: Any) -> bool:
         """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
         if why := self.eager_reason(stages, step, microbatches, tracer):
             if why not in self.said:
@@ -154,7 +140,7 @@ class GraphedSteps:
         self.seen[key := shape_of(step, 0)] += 1
         return self.seen[key] > self.warm_up
 
-    def eager_reason(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> str:
+    def eager_reason(self, stages: nn.ModuleList, step: Any, microbatches: int, tracer: Any) -> str:
         """Why this step cannot be a graph; "" if it can."""
         shapes = {shape_of(step, i) for i in range(microbatches)}
         if None in shapes or len(shapes) > 1:
@@ -171,7 +157,7 @@ class GraphedSteps:
             self.too_large[key] = f"{missing / 2**30:.1f} GiB more memory would be needed"
         return self.too_large.get(key, "")
 
-    def run(self, chunk: nn.Module, step: GraphStep, i: int) -> None:
+    def run(self, chunk: nn.Module, step: Any, i: int) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
         for bucket in self.grads.all:
             bucket.wait_params()

@@ -109,14 +109,11 @@ class PeerShards:
             yield
 
 
-class PeerShardComm:
-    """Makes the `shard_comm` of an axis: `PeerShards` if its ranks share memory, else `ShardComm`."""
+def peer_shard_comm(peers: PeerAccess, axis: Axis, device: torch.device, size: int) -> PeerShards | ShardComm:
+    """The `shard_comm` of an axis: `PeerShards` if its ranks share memory, else `ShardComm`.
 
-    def __init__(self, peers: PeerAccess) -> None:
-        self.peers = peers
-
-    def __call__(self, axis: Axis, device: torch.device, size: int) -> PeerShards | ShardComm:
-        """size: bytes of all tensors. All ranks of the axis call it together."""
-        if axis.size == 1 or (error := self.peers.error(axis)):
-            return ShardComm(axis, device, size, error if axis.size > 1 else "")
-        return PeerShards(axis, device, size)
+    size: bytes of all tensors. All ranks of the axis call it together.
+    """
+    if axis.size == 1 or (error := peers.error(axis)):
+        return ShardComm(axis, device, size, error if axis.size > 1 else "")
+    return PeerShards(axis, device, size)

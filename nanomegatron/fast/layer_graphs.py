@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.fast.cuda_graphs import GraphedSteps, GraphStep, missing_memory, shape_of
+from nanomegatron.fast.cuda_graphs import GraphedSteps, missing_memory, shape_of
 from nanomegatron.fast.fused_layer import Branch, FusedLayers
 from nanomegatron.recompute import CaptureInputGrad
 
@@ -55,7 +55,7 @@ class GraphedLayers(GraphedSteps):
     statics: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)  # by kind: copies for graphs
     copies: dict[Address, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def run(self, chunk: nn.Module, step: GraphStep, i: int) -> None:
+    def run(self, chunk: nn.Module, step: Any, i: int) -> None:
         """Run microbatch i, its layers as graphs, which are captured if there are none yet."""
         self.kind = shape_of(step, i), i == 0
         self.fused = chunk.run_layers

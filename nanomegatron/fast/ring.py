@@ -75,9 +75,7 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[SequenceShard, dict[torch.device, list[RingRound]]] = (
-            WeakKeyDictionary()
-        )
+        self.plans: WeakKeyDictionary[SequenceShard, list[RingRound]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -98,10 +96,9 @@ class Ring:
 
     def rounds(self, shard: SequenceShard, device: torch.device) -> list[RingRound]:
         """The rounds of this rank."""
-        plans = self.plans.setdefault(shard, {})
-        if device not in plans:
-            plans[device] = plan_rounds(shard, device)
-        return plans[device]
+        if shard not in self.plans:
+            self.plans[shard] = plan_rounds(shard, device)
+        return self.plans[shard]
 
 
 class RoundsFunction(torch.autograd.Function):

@@ -120,8 +120,6 @@ def multiply_gathered(
 
 def start_gather_rows(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
     """Start an all-gather of x `[n, ...]`, to overlap with matmuls; the result: `[n*size, ...]`"""
-    if axis.size == 1:
-        return Pending(x)
     gathered, arrivals = gather_pieces(x, axis, peers)
     return Pending(gathered, [arrival for _, arrival in arrivals[-1:]])
 

@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from nanomegatron.ops.bias import Accumulate, add_bias, blocks_down, for_autograd
 from nanomegatron.ops.kernels import TYPES, check_fits, launch_kernel, once, usable
 
-TANH, EXACT, SQUARED_RELU = 0, 1, 2  # as gelu.cu has them
-
-
-def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
-    """GELU in the tanh form of GPT-2 and Megatron's fused path, or exact. x `[..., f]` -> `[..., f]`"""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2. x `[..., f]` -> `[..., f]` (arXiv 2109.08668)"""
-    return F.relu(x).square()
+# as gelu.cu has them: GELU in the tanh form of GPT-2 and Megatron's fused path, or exact; max(x, 0)^2
+# (arXiv 2109.08668)
+TANH, EXACT, SQUARED_RELU = 0, 1, 2
 
 
 def bias_act(
@@ -49,7 +41,9 @@ def bias_act_ref(
 ) -> torch.Tensor:
     """act(x + bias) in plain torch: specification and oracle. x `[..., f]`, bias `[f]` -> `[..., f]`"""
     x = add_bias(x, bias, accumulate)
-    return squared_relu(x) if act == SQUARED_RELU else gelu(x, act == TANH)
+    if act == SQUARED_RELU:
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if act == TANH else "none")
 
 
 class BiasActFunction(torch.autograd.Function):
@@ -71,28 +65,16 @@ class BiasActFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), bias = ctx.saved_tensors, ctx.bias
         dx = torch.empty_like(x)
+        f = x.shape[-1]
+        parts = blocks_down(x)
+
+        def write(dbias: torch.Tensor | None, beta: int) -> None:
+            sums = None if dbias is None else x.new_empty(parts, f, dtype=torch.float32)
+            sizes = x.numel() // max(f, 1), f, parts, beta, ctx.act, TYPES[x.dtype]
+            tensors = dx, dbias, sums, grad.contiguous(), x, bias
+            launch_kernel("gelu_backward", *tensors, *sizes, TYPES[(x if dbias is None else dbias).dtype])
+
         if bias is None or not bias.requires_grad:
-            _backward(dx, grad, x, bias, ctx.act)
+            write(None, 0)
             return dx, None, None, None
-
-        def write(out: torch.Tensor, beta: int) -> None:
-            _backward(dx, grad, x, bias, ctx.act, out, beta)
-
         return dx, ctx.accumulate(bias, write), None, None
-
-
-def _backward(
-    dx: torch.Tensor,
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    act: int,
-    dbias: torch.Tensor | None = None,
-    beta: int = 0,
-) -> None:
-    """Write dx `[..., f]` and, if wanted, dbias = beta * dbias + the bias's gradient `[f]`."""
-    f, parts = x.shape[-1], blocks_down(x)
-    sums = None if dbias is None else x.new_empty(parts, f, dtype=torch.float32)
-    sizes = x.numel() // max(f, 1), f, parts, beta, act, TYPES[x.dtype]
-    tensors = dx, dbias, sums, grad.contiguous(), x, bias
-    launch_kernel("gelu_backward", *tensors, *sizes, TYPES[(x if dbias is None else dbias).dtype])

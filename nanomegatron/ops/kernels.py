@@ -131,9 +131,8 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
 def launch_kernel(name: str, *args: torch.Tensor | float | None) -> None:
     """Launch a kernel on the current stream of the device that has all args `[...]`. Raises RuntimeError."""
     device = args[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch_kernel(name, *args)
     numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-    if device.index == torch.cuda.current_device():
-        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
-        return
-    with torch.cuda.device(device):
-        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+    getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))

@@ -98,7 +98,16 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
-        out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one, x_bias, drop)
+        h = weight.numel()
+        rows = x.numel() // max(h, 1)
+        out = x.new_empty(x.shape)
+        total = None if residual is None else x.new_empty(x.shape)
+        rstd = x.new_empty(rows, dtype=torch.float32)
+        mean = None if bias is None else torch.empty_like(rstd)
+        tensors = out, total, rstd, mean, *map(_whole, (x, residual, weight, bias, x_bias))
+        types = TYPES[x.dtype], TYPES[weight.dtype]
+        sizes = rows, h, eps, int(from_one)
+        launch_kernel("norm_forward", *tensors, *sizes, *types, *kernel_arguments(drop))
         ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
         ctx.from_one, ctx.branch = from_one, (x_bias is not None, drop)
         ctx.set_materialize_grads(False)
@@ -116,23 +125,6 @@ class NormFunction(torch.autograd.Function):
         )
         dx, dresidual = dtotal if dropped is None else dropped, dtotal if ctx.needs_input_grad[1] else None
         return dx, dresidual, dweight, dbias, None, None, dx_bias, None
-
-
-def _forward(
-    x, residual, weight, bias, eps: float, from_one: bool, x_bias=None, drop=None
-) -> tuple[torch.Tensor | None, ...]:
-    """out, total (None without a residual), rstd, mean (None without a bias)."""
-    x, residual, weight, bias, x_bias = (_whole(t) for t in (x, residual, weight, bias, x_bias))
-    h = weight.numel()
-    rows = x.numel() // max(h, 1)
-    out = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    mean = None if bias is None else torch.empty_like(rstd)
-    tensors = out, total, rstd, mean, x, residual, weight, bias, x_bias
-    types = TYPES[x.dtype], TYPES[weight.dtype]
-    launch_kernel("norm_forward", *tensors, rows, h, eps, int(from_one), *types, *kernel_arguments(drop))
-    return out, total, rstd, mean
 
 
 def _backward(

@@ -13,7 +13,6 @@ import torch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.kernels import kernels_unavailable
-from nanomegatron.ops.matmul import missing
 
 KERNELS = (
     "rms_norm layer_norm add_norm bias_dropout_add rope swiglu gelu squared_relu column_sums scaled_softmax"
@@ -53,19 +52,3 @@ def describe_kernels(device: torch.device, model: TransformerConfig) -> str:
         by_path.setdefault(path, []).append(op)
     by_path = {ops_kernels._kernels.archs: by_path.pop("kernel")} | by_path
     return " | ".join(f"{path}: {', '.join(ops)}" for path, ops in by_path.items())
-
-
-def print_report() -> None:
-    """Print what is built and what runs."""
-    kernels = ops_kernels._kernels
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    none = f"no kernels: {ops_kernels.MISSING}" if device else "no kernels, which only a GPU needs"
-    built = f"{kernels.__file__}, for {kernels.archs}" if kernels else none
-    print(f"built     {built} | torch {torch.__version__}")
-    if device is None:
-        print("device    no GPU here: all ops run in plain torch on the CPU")
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        fits = kernels_unavailable(device) or f"the kernels run; cuBLASLt: {missing() or 'there'}"
-        print(f"device    {torch.cuda.get_device_name(device)}, sm_{major}{minor}: {fits}")
-    print("\n" + "\n".join(f"{op:<16} {path}" for op, path in paths(device or torch.device("cpu")).items()))

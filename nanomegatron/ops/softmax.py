@@ -38,11 +38,13 @@ def scaled_softmax(
         if (
             hidden.dim() != 4
             or hidden.dtype != torch.bool
+            or hidden.device != scores.device
             or any(size not in (1, full) for size, full in sizes)
         ):
-            raise ValueError(f"hidden {hidden.dtype} {list(hidden.shape)} for scores {list(scores.shape)}")
-        if hidden.device != scores.device:
-            raise ValueError(f"hidden on {hidden.device}, scores on {scores.device}")
+            raise ValueError(
+                f"hidden {hidden.dtype} {list(hidden.shape)} on {hidden.device} for scores "
+                f"{list(scores.shape)} on {scores.device}: must be bool, and broadcast to the scores"
+            )
         hidden = hidden.expand(scores.shape)
     if not usable(scores, "scaled_softmax"):
         return scaled_softmax_ref(scores, scale, hidden, causal, window)
