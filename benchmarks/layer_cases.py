@@ -20,7 +20,7 @@ from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fast.tp_overlap import OverlappedLinear, gather_matmul, matmul_scatter
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, overlapped_linear
 from nanomegatron.fp8 import RECIPES, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
@@ -97,8 +97,8 @@ def tp_forms(session: Session, peers: PeerAccess, kind: str, sizes: tuple) -> tu
         "torch fused": bind(forward, fused),
         "matmul": bind(matmul, False),
     }, {
-        "ours": bind(both, OverlappedLinear(peers)),
-        "collectives": bind(both, OverlappedLinear(None)),
+        "ours": bind(both, functools.partial(overlapped_linear, peers)),
+        "collectives": bind(both, functools.partial(overlapped_linear, None)),
         "nccl": bind(both, LinearFunction.apply),
         "matmul": bind(matmul, True),
     }

@@ -30,7 +30,7 @@ from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
-from nanomegatron.fast.tp_overlap import OverlappedLinear
+from nanomegatron.fast.tp_overlap import overlapped_linear
 from nanomegatron.fp8_linear import Fp8Matmuls, reads_only_fp8
 from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
 from nanomegatron.mesh import Mesh
@@ -90,7 +90,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         paths = replace(paths, layers=layers, context=Ring(peers), producers=True)
 
     if parallel.tp_comm_overlap:
-        paths = replace(paths, linear=OverlappedLinear(peers), fp8=OverlappedFp8Matmuls(peers))
+        paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))
     halves = parallel.overlap_moe_expert_parallel_comm
     if model.num_experts and (take or halves or model.moe_shared_expert_overlap):
         paths = replace(paths, moe=OverlappedMoe(peers, halves))

@@ -11,7 +11,7 @@ The cast starts from the main weight rounded to 16 bits, which is the weight in 
 casts, too: its weights are the old ones, their scales may be new.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -162,34 +162,27 @@ class CastUpdates(ShardUpdates):
 
     def step(self, shards: Iterable[ShardState], now: StepScalars) -> None:
         """Update, cast, gather all shards. May all-reduce amaxes."""
-        waiting = []
-        for shard in shards:
-            shard.update(now)
-            self._start_gather(shard, waiting)
-        self._cast_again(waiting)
+        self._gather(shards, lambda shard: shard.update(now))
 
     def cast_weights(self, shards: Iterable[ShardState]) -> None:
         """Cast and gather as `step` would, before the first one."""
-        waiting = []
         casting = [shard for shard in shards if isinstance(shard.bucket.gathered, WeightCasts)]
         for scales in {shard.bucket.gathered.scales for shard in casting}:
             scales.clear_step()
-        for shard in casting:
-            shard.publish()
-            self._start_gather(shard, waiting)
-        self._cast_again(waiting)
+        self._gather(casting, lambda shard: shard.publish())
 
-    def _start_gather(self, shard: ShardState, waiting: list[ShardState]) -> None:
-        casts = shard.bucket.gathered
-        if not isinstance(casts, WeightCasts):
-            shard.bucket.start_gather()
-        elif casts.waits:
-            waiting.append(shard)
-        else:
-            casts.start_gather()
-
-    def _cast_again(self, waiting: list[ShardState]) -> None:
-        """Cast with scales from the amaxes of all weights, and gather."""
+    def _gather(self, shards: Iterable[ShardState], write: Callable[[ShardState], None]) -> None:
+        """Write and gather each shard; those that wait for all weights' amaxes are cast again, and last."""
+        waiting = []
+        for shard in shards:
+            write(shard)
+            casts = shard.bucket.gathered
+            if not isinstance(casts, WeightCasts):
+                shard.bucket.start_gather()
+            elif casts.waits:
+                waiting.append(shard)
+            else:
+                casts.start_gather()
         if waiting:
             update_weight_scales(waiting[0].bucket.gathered.scales)
         for shard in waiting:

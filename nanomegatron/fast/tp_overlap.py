@@ -29,26 +29,24 @@ from nanomegatron.param import accumulate, add_product, is_deferred
 from nanomegatron.tp import LinearFunction
 
 
-class OverlappedLinear:
+def overlapped_linear(
+    peers: PeerAccess | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    axis: Axis,
+    comm: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """A `linear` of tp.py whose gathers and reduce-scatters overlap with its matmuls.
 
-    x `[s, b, i]` or `[s/tp, b, i]` or `[s, b, i/tp]`, weight `[o/tp, i]` or `[o, i/tp]`
-    -> `[s, b, o/tp]` or `[s, b, o]` or `[s/tp, b, o]`, each with its `comm` as in `tp.LinearFunction`
+    x `[s, b, i]` or `[s/tp, b, i]` or `[s, b, i/tp]`, weight `[o/tp, i]` or `[o, i/tp]`, bias `[o/tp]` or
+    `[o]` -> `[s, b, o/tp]` or `[s, b, o]` or `[s/tp, b, o]`, each with its `comm` as in `tp.LinearFunction`
 
     peers: the memory by which pieces are sent; None: by collectives.
     """
-
-    def __init__(self, peers: PeerAccess | None) -> None:
-        self.peers = peers
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """As `tp.LinearFunction`. x `[..., n]`, weight `[m, n]`, bias `[m]` -> `[..., m]`"""
-        if axis.size > 1 and comm in ("gather", "scatter"):
-            y = OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
-            return add_bias(y, bias, accumulate)
+    if axis.size == 1 or comm not in ("gather", "scatter"):
         return LinearFunction.apply(x, weight, axis, comm, bias)
+    return add_bias(OverlappedLinearFunction.apply(x, weight, axis, comm, peers), bias, accumulate)
 
 
 class OverlappedLinearFunction(torch.autograd.Function):

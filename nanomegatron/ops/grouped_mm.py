@@ -26,7 +26,8 @@ from math import prod
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.kernels import usable
+from nanomegatron.ops.merge import PartialRows, merge_rows
 
 LARGE = 2**36  # multiplications
 
@@ -94,10 +95,9 @@ def add_grouped_(total: torch.Tensor, part: torch.Tensor, beta: int = 1) -> None
     elif total.dtype != torch.float32 or part.dtype == total.dtype or not usable(part, "add_grouped_"):
         total.add_(part)
     else:
-        d, wide = 8 if part.numel() % 8 == 0 else 1, TYPES[torch.float32]
-        rows = part.numel() // d
-        table = torch.tensor([(x.data_ptr(), 0, 0, 0, rows) for x in (total, part)])  # as merge.py has it
-        launch_kernel("merge_rows", total, None, table, 2, rows, 1, d, wide, wide, TYPES[part.dtype])
+        shape = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
+        out = total.view(shape)
+        merge_rows([PartialRows(out), PartialRows(part.view(shape))], out)
 
 
 class AddBiasFunction(torch.autograd.Function):
