@@ -225,7 +225,7 @@ KINDS = {
 --bf16 --fp16 | --bf16: not with --fp16; leave one out
 --swiglu --squared-relu | --swiglu: not with --squared-relu
 --train-samples 5 | --train-iters 10 --train-samples 5: give one
---data-path nowhere | --data-path, --mock-data: data from 2 places
+--data-path nowhere | --mock-data: not with --data-path; leave one out
 --use-distributed-optimizer --data-parallel-sharding-strategy no_shard | --use-distributed-optimizer: not with
 --loss-scale 8 | --loss-scale 8.0: needs --fp16
 --eval-only --eval-iters 0 | --eval-only: needs --eval-iters
@@ -269,7 +269,7 @@ KINDS = {
 --data-args-path nowhere | --data-args-path nowhere: no such file
 --train-data-path words --valid-data-path nowhere | --valid-data-path nowhere: no file
 --valid-data-path words | --valid-data-path words: needs --train-data-path
---train-data-path words --data-path words | --data-path, --train-data-path: data from 2 places
+--train-data-path words --data-path words | --train-data-path words: not with --data-path; leave one out
 --data-path words --tokenizer-type ByteTokenizer --data-cache-path file | file: cannot keep caches there
 --tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer --split 90,10,0: give --data-path
 --split 50,50 | --split 50,50: give --data-path; the built-in text has a tokenizer and a split of its own

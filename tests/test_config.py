@@ -126,7 +126,7 @@ WRONG = """
 --attention-backend flash --attention-dropout 0.1 | 1 | --attention-backend flash: has no attention dropout
 --min-lr 1 | 1 | --min-lr 1.0: must be at least 0 and at most --lr 0.0003
 --lr-warmup-init 1 | 1 | --lr-warmup-init 1.0: must be at least 0 and at most --lr 0.0003
---lr-warmup-iters 2 --lr-warmup-fraction 0.1 | 1 | --lr-warmup-fraction, --lr-warmup-iters: | given 2 times
+--lr-warmup-iters 2 --lr-warmup-fraction 0.1 | 1 | --lr-warmup-iters 2: not with --lr-warmup-fraction; leave
 --lr-warmup-fraction 2 | 1 | --lr-warmup-fraction 2.0: must be at least 0 and at most 1
 --lr-warmup-iters 10 | 1 | --lr-warmup-iters 10: must be less than the decay's 10
 --lr-decay-samples 100 | 1 | --lr-decay-samples 100: | use --lr-decay-iters
@@ -134,7 +134,7 @@ WRONG = """
 --lr-decay-style WSD --lr-wsd-decay-iters 20 | 1 | --lr-wsd-decay-iters 20: | longer than the decay's 10
 --train-samples 100 | 1 | --train-iters 10 --train-samples 100: give one
 --data-path x | 1 | --data-path x: no file x.bin and x.idx | nanomegatron preprocess
---data-path x | 1 | --data-path, --mock-data: data from 2 places
+--data-path x | 1 | --mock-data: not with --data-path; leave one out
 --valid-data-path y | 1 | --valid-data-path y: needs --train-data-path
 --split 0,1,1 | 1 | --split 0,1,1: must be up to three numbers | 99,1,0
 --split a,b | 1 | --split a,b: must be up to three numbers

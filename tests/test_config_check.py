@@ -147,7 +147,8 @@ def test_data_from_a_file_of_arguments(tmp_path):
     assert message.startswith(f"--data-args-path {tmp_path}/args: {tmp_path}/b: no file {tmp_path}/b.bin and")
     (message,) = errors_of(f"{flags}/empty")
     assert "has no data path in it" in message
-    assert any("data from 2 places" in m for m in errors_of(f"{flags}/args --mock-data --vocab-size 9"))
+    found = errors_of(f"{flags}/args --mock-data --vocab-size 9")
+    assert "--mock-data: not with --data-args-path; leave one out" in found
 
 
 def test_what_may_change_when_a_run_goes_on():

@@ -85,11 +85,7 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
 def schedule_errors(config: Config) -> Iterator[str]:
     """Yield the errors in the learning rate's schedule."""
     opt, run = config.optimizer, config.run
-    if opt.decoupled_lr is not None and opt.decoupled_min_lr is None and opt.min_lr > opt.decoupled_lr:
-        yield f"--decoupled-lr {opt.decoupled_lr}: must be at least --min-lr {opt.min_lr}"
-    names = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
-    if len(given := [flag(name) for name in names if getattr(opt, name)]) > 1:
-        yield f"{', '.join(given)}: the warm-up is given {len(given)} times; give one"
+    decoupled = opt.decoupled_lr is not None and opt.decoupled_min_lr is None
     other, own = ("iters", "samples") if run.train_samples is not None else ("samples", "iters")
     for name in ("lr_decay_", "lr_warmup_", "lr_wsd_decay_"):
         if value := getattr(opt, name + other):
@@ -97,6 +93,10 @@ def schedule_errors(config: Config) -> Iterator[str]:
     decay = getattr(opt, f"lr_decay_{own}") or getattr(run, f"train_{own}")
     warmup, wsd = getattr(opt, f"lr_warmup_{own}"), getattr(opt, f"lr_wsd_decay_{own}")
     yield from those_that_hold(
+        (
+            decoupled and opt.min_lr > opt.decoupled_lr,
+            f"--decoupled-lr {opt.decoupled_lr}: must be at least --min-lr {opt.min_lr}",
+        ),
         (
             decay and warmup >= decay and warmup,
             f"--lr-warmup-{own} {warmup}: must be less than the decay's {decay}; see --lr-decay-{own}",

@@ -37,7 +37,7 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     if kind in ("rope", "yarn") and model.rotary_percent <= 1 and (rotated % 2 or not rotated):
         share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent} = {rotated}"
         yield f"head size {model.head_dim}{share}: must be even for {kind}; set --kv-channels"
-    for name in ("window_attn_skip_freq", "no_rope_freq"):
+    for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
         try:
             layer_pattern(getattr(model, name), model.num_layers)
         except ValueError as error:
@@ -64,14 +64,18 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
     )
     if model.distribute_saved_activations:
         yield from multiple("--hidden-size", model.hidden_size, TP, tp)
-    yield from _inner_sizes(config)
+    for name, size, shards, ranks, _ in inner_sizes(config):
+        yield from multiple(name, size, shards, ranks)
     if model.num_experts is not None:
-        yield from _choice_of_experts(model)
-        yield from _balance(model)
+        yield from _routing(model)
     save = config.checkpoint.save
     copies = config.checkpoint.moe_use_upcycling
     why = "for --moe-use-upcycling, which copies the MLP"
     yield from those_that_hold(
+        (
+            model.num_experts and not any(model.moe_layers),
+            f"--moe-layer-freq {model.moe_layer_freq}: no layer has experts; leave out --num-experts",
+        ),
         (
             copies and model.moe_ffn_size != model.ffn_size,
             f"--moe-ffn-hidden-size {model.moe_ffn_size}: must be --ffn-hidden-size {model.ffn_size} {why}",
@@ -81,19 +85,6 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
             f"--save {save}: must be another folder than --load {why}",
         ),
     )
-
-
-def _inner_sizes(config: Config) -> Iterator[str]:
-    """Yield errors where the inner features of MLPs and experts do not divide by their tp ranks."""
-    try:
-        sparse = config.model.moe_layers
-    except ValueError as error:
-        yield f"--moe-layer-freq {error}"
-        return
-    if config.model.num_experts and not any(sparse):
-        yield f"--moe-layer-freq {config.model.moe_layer_freq}: no layer has experts; leave out --num-experts"
-    for name, size, tp, ranks, _ in inner_sizes(config):
-        yield from multiple(name, size, tp, ranks)
 
 
 def inner_sizes(config: Config) -> list[tuple[str, int, str, int, str]]:
@@ -109,35 +100,38 @@ def inner_sizes(config: Config) -> list[tuple[str, int, str, int, str]]:
     return kinds
 
 
-def _choice_of_experts(model: TransformerConfig) -> Iterator[str]:
-    experts, topk = model.num_experts, model.moe_router_topk
-    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
-    softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if topk == 1 and softmax and "sinkhorn" not in model.moe_router_load_balancing_type:
-        yield (
-            "--moe-router-topk 1: a softmax over one expert is 1, and teaches the router nothing; "
-            "give --moe-router-pre-softmax"
-        )
-    if not groups or not best:
-        return
-    yield from multiple("--num-experts", experts, "--moe-router-num-groups", groups)
-    if best <= groups and not best <= topk <= best * (experts // groups):
-        yield (
-            f"--moe-router-group-topk {best}: must be at most --moe-router-topk {topk}, and at least "
-            f"{math.ceil(topk * groups / experts)}, of {groups} groups of {experts} experts"
-        )
-
-
-def _balance(model: TransformerConfig) -> Iterator[str]:
+def _routing(model: TransformerConfig) -> Iterator[str]:
+    """Yield the errors in the losses that balance experts, and in the choice of a token's."""
     types, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     words = spelled("moe_router_load_balancing_type", types)
-    if not types or len(types) != len(weights):
-        yield f"{spelled('moe_aux_loss_coeff', weights)}: must be one for each {words}, at least one"
     for name, weight in zip(types, weights, strict=False):
         if name in ("sinkhorn", "none") and weight:
             yield f"--moe-aux-loss-coeff {weight}: {name} has no loss; give 0, or aux_loss"
-    if len({*types}) < len(types) or ("sinkhorn" in types and len(types) > 1):
-        yield f"{words}: give each once, with one weight, and sinkhorn alone"
+    experts, topk = model.num_experts, model.moe_router_topk
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    yield from those_that_hold(
+        (
+            not types or len(types) != len(weights),
+            f"{spelled('moe_aux_loss_coeff', weights)}: must be one for each {words}, at least one",
+        ),
+        (
+            len({*types}) < len(types) or ("sinkhorn" in types and len(types) > 1),
+            f"{words}: give each once, with one weight, and sinkhorn alone",
+        ),
+        (
+            topk == 1 and softmax and "sinkhorn" not in types,
+            "--moe-router-topk 1: a softmax over one expert is 1, and teaches the router nothing; "
+            "give --moe-router-pre-softmax",
+        ),
+    )
+    if groups and best:
+        yield from multiple("--num-experts", experts, "--moe-router-num-groups", groups)
+        if best <= groups and not best <= topk <= best * (experts // groups):
+            yield (
+                f"--moe-router-group-topk {best}: must be at most --moe-router-topk {topk}, and at least "
+                f"{math.ceil(topk * groups / experts)}, of {groups} groups of {experts} experts"
+            )
 
 
 def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
@@ -218,12 +212,7 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
 def data_errors(config: Config) -> Iterator[str]:
     """Yield the errors in the data's sources, split and tokenizer."""
     data = config.data
-    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, n)]
-    sources = [flag(n) for n in ("data_path", "data_args_path", "mock_data") if getattr(data, n)]
-    sources += ["--train-data-path"] * bool(per_split)
-    if len(sources) > 1:
-        yield f"{', '.join(sources)}: data from {len(sources)} places; give one"
-    for name in ("data_path", *per_split):
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         yield from _blend(flag(name), getattr(data, name))
     if path := data.data_args_path:
         try:

@@ -139,8 +139,8 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = setting(None, "iterations until --min-lr is reached; default --train-iters")
     lr_decay_samples: int | None = setting(None, "samples until --min-lr is reached; default --train-samples")
-    lr_warmup_iters: int = common(0, "iterations of linear warm-up")
-    lr_warmup_samples: int = setting(0, "samples of linear warm-up")
+    lr_warmup_iters: int = common(0, "iterations of linear warm-up", excludes="--lr-warmup-fraction")
+    lr_warmup_samples: int = setting(0, "samples of linear warm-up", excludes="--lr-warmup-fraction")
     lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay", at_least=0, at_most=1)
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_most="--lr")
     lr_wsd_decay_style: str = setting(
@@ -196,12 +196,19 @@ class DataConfig:
     """Where tokens come from and how they are cut into batches."""
 
     data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs; to blend: WEIGHT PREFIX ...")
-    data_args_path: str | None = setting(None, "file with the arguments of --data-path")
-    train_data_path: tuple[str, ...] = setting((), "--data-path for training")
+    data_args_path: str | None = setting(
+        None, "file with the arguments of --data-path", excludes=("--data-path", "--train-data-path")
+    )
+    train_data_path: tuple[str, ...] = setting((), "--data-path for training", excludes="--data-path")
     valid_data_path: tuple[str, ...] = setting((), "--data-path for validation", needs="--train-data-path")
     test_data_path: tuple[str, ...] = setting((), "--data-path for the test", needs="--train-data-path")
     split: str = common("99,1,0", "shares of --data-path for training, validation, test")
-    mock_data: bool = common(False, "use synthetic documents", needs="--vocab-size or --tokenizer-type")
+    mock_data: bool = common(
+        False,
+        "use synthetic documents",
+        needs="--vocab-size or --tokenizer-type",
+        excludes=("--data-path", "--data-args-path", "--train-data-path"),
+    )
     data_cache_path: str | None = setting(
         None, "folder of cached sample indices; default beside the data", resumable=True, names_run=False
     )
