@@ -171,8 +171,15 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
     """Return the layout with the number of virtual stages, not their size. Raises ValueError if not whole."""
     parallel, layers = config.parallel, config.model.num_layers
     size, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
-    if (layout := parallel.pipeline_model_parallel_layout) and pp > 1:
-        return _with_stages_of(layout, parallel, pp)
+    layout, vpp = parallel.pipeline_model_parallel_layout, parallel.num_virtual_stages_per_pipeline_rank
+    if layout and pp > 1:
+        pieces, rest = divmod(stages := len(layout_sizes(layout)), pp)
+        if rest:
+            raise ValueError(f"{LAYOUT} {layout}: has {stages} stages, which must be a multiple of {PP} {pp}")
+        if vpp not in (None, pieces):
+            fix = f"{LAYOUT} {layout} has {pieces} on each of {pp} ranks; leave it out"
+            raise ValueError(f"{VPP} {vpp}: {fix}")
+        return replace(parallel, num_virtual_stages_per_pipeline_rank=pieces)
     if size is None:
         return parallel
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
@@ -186,17 +193,6 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
     return replace(
         parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=pieces
     )
-
-
-def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelConfig:
-    """`parallel` with the virtual stages per rank of --pipeline-model-parallel-layout. Raises ValueError."""
-    pieces, rest = divmod(stages := len(layout_sizes(layout)), pp)
-    vpp = parallel.num_virtual_stages_per_pipeline_rank
-    if rest:
-        raise ValueError(f"{LAYOUT} {layout}: has {stages} stages, which must be a multiple of {PP} {pp}")
-    if vpp not in (None, pieces):
-        raise ValueError(f"{VPP} {vpp}: {LAYOUT} {layout} has {pieces} on each of {pp} ranks; leave it out")
-    return replace(parallel, num_virtual_stages_per_pipeline_rank=pieces)
 
 
 def _schedule(parallel: ParallelConfig) -> Iterator[str]:

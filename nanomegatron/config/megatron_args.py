@@ -33,23 +33,17 @@ def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
 
     None if root has none, or one that nanomegatron has saved.
     """
-    root, names = Path(root), []
+    folder = Path(root)
     if step is not None:
-        names = [f"iter_{step:07d}"]
-    elif os.path.isfile(root / TRACKER):
-        text = _tracked(root)
-        names = [f"iter_{int(text):07d}" if text.isdecimal() else "release"]
-    for folder in [root / name for name in names] or [root]:
-        distributed = os.path.isfile(folder / "metadata.json") and os.path.isfile(folder / ".metadata")
-        if (distributed or any(folder.glob(LEGACY))) and not (folder / "manifest.json").exists():
-            return folder
+        folder /= f"iter_{step:07d}"
+    elif os.path.isfile(folder / TRACKER):
+        with open(folder / TRACKER, "rb") as file:
+            text = file.read(20).decode(errors="replace").strip()
+        folder /= f"iter_{int(text):07d}" if text.isdecimal() else "release"
+    distributed = os.path.isfile(folder / "metadata.json") and os.path.isfile(folder / ".metadata")
+    if (distributed or any(folder.glob(LEGACY))) and not (folder / "manifest.json").exists():
+        return folder
     return None
-
-
-def _tracked(root: Path) -> str:
-    """What the tracker of a folder says."""
-    with open(root / TRACKER, "rb") as file:
-        return file.read(20).decode(errors="replace").strip()
 
 
 def may_be_checkpoint(path: Path) -> bool:
@@ -176,8 +170,6 @@ def settings_of_args(args: dict[str, Any]) -> dict[str, Any]:
     }
     if not args.get("num_experts"):
         settings = {k: v for k, v in settings.items() if not k.startswith(("moe", "num_experts"))}
-    if not args.get("use_rope_scaling"):
-        settings.pop("rope_scaling_factor", None)
     settings["bf16"], settings["fp16"] = bool(args.get("bf16")), bool(args.get("fp16"))
     if size := args.get("vocab_size") or args.get("padded_vocab_size"):
         settings["vocab_size"] = size
