@@ -273,7 +273,7 @@ def test_file_errors(tmp_path):
         ("num-layers = 2.5", "num-layers = 2.5: must be a whole number"),
         ("num-layers = ", "c.toml: "),
         ('extends = "c.toml"', "extends itself"),
-        ("extends = 3", "extends = 3: must be the name of a file"),
+        ("extends = 3", "extends 3: no such file or preset"),
         ('extends = "gone.toml"', "gone.toml: no such file"),
     ):
         path.write_text(text)

@@ -49,7 +49,7 @@ WRONG = """
 --rampup-batch-size 1 2 | 1 | --rampup-batch-size | takes 3 values
 --rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: must reach --global-batch-size 1 from 1
 --global-batch-size 8 --rampup-batch-size 2 4 9 | 1 | --rampup-batch-size 2 4 9: must reach --global
---global-batch-size 8 --rampup-batch-size 2 2 0 | 1 | --rampup-batch-size 2 2 0: must be three numbers
+--global-batch-size 8 --rampup-batch-size 2 2 0 | 1 | --rampup-batch-size 2 2 0: each must be greater than 0
 --global-batch-size 8 --rampup-batch-size 2 2 9 | 4 | --rampup-batch-size 2: must be a multiple of | nearest 4
 --global-batch-size 8 --rampup-batch-size 4 2 9 | 4 | --rampup-batch-size 6: must be a multiple of
 --step-batch-size-schedule 0:4 --global-batch-size 8 | 1 | every batch size; leave --global-batch-size out

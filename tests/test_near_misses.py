@@ -78,7 +78,6 @@ def test_data_paths_near_data(tmp_path):
     assert f"did you mean {tmp_path}/my_text_document?" in said(tmp_path / "my")
     assert f"leave the ending out: {tmp_path}/my_text_document" in said(tmp_path / "my_text_document.bin")
     assert f"nanomegatron preprocess --input {tmp_path}" in said(tmp_path)
-    assert "--data-path 0.3: " in said(0.3) and "weights come before their prefixes: 0.7 A 0.3 B" in said(0.3)
 
 
 def test_a_folder_of_plain_text_is_told_how_to_become_data(tmp_path):

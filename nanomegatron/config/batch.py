@@ -29,8 +29,6 @@ def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
     last = data.global_batch_size or data.micro_batch_size * dp_size
     if not data.rampup_batch_size:
         return [(0, last)]
-    if len(data.rampup_batch_size) != 3 or min(data.rampup_batch_size) < 1:
-        raise ValueError("must be three numbers: batch size, increment and samples, such as 16 8 300000")
     first, increment, samples = data.rampup_batch_size
     if first >= last or (last - first) % increment:
         raise ValueError(f"must reach --global-batch-size {last} from {first} in steps of {increment}")

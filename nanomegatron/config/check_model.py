@@ -282,9 +282,7 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
         if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
             fix = "make them with nanomegatron preprocess"
             near = sorted(Path(p).with_suffix("") for p in glob.glob(f"{glob.escape(prefix)}_*_document.idx"))
-            if not math.isnan(_number(prefix)):
-                fix = "weights come before their prefixes: 0.7 A 0.3 B"
-            elif Path(prefix).is_dir():
+            if Path(prefix).is_dir():
                 fix = plain_text_hint(Path(prefix)) or (
                     f"it is a folder; give a prefix that nanomegatron preprocess --input {prefix} makes"
                 )

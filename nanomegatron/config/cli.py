@@ -53,8 +53,6 @@ wandb-exp-name wandb-save-dir
 OF_ANY_LAYOUT = (
     "seed train-iters train-samples eval-interval eval-iters"  # of the run, taken with a checkpoint
 )
-# All that a command line of Megatron-LM has to give.
-MEGATRON_DEMANDS = "num_layers hidden_size num_attention_heads max_position_embeddings micro_batch_size"
 MEGATRON_DEFAULTS = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -123,7 +121,7 @@ def parse(argv: list[str]) -> Parsed:
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
         values = MEGATRON_DEFAULTS | values
-    elif reader.of_megatron() and (differ := MEGATRON_DEFAULTS.keys() - values.keys()):
+    elif reader.megatron_notes and (differ := MEGATRON_DEFAULTS.keys() - values.keys()):
         theirs = ", ".join(
             spelled(name, MEGATRON_DEFAULTS[name]) for name in MEGATRON_DEFAULTS if name in differ
         )
@@ -252,10 +250,6 @@ class _Reader:
             else:
                 self.errors.append(error or f"{word}: unknown flag{suggest_flags(name, self.settings)}")
 
-    def of_megatron(self) -> bool:
-        """Whether it looks like Megatron-LM's: has a flag that only that has, or all that it demands."""
-        return bool(self.megatron_notes) or {*MEGATRON_DEMANDS.split()} <= self.values.keys()
-
     def _set(self, name: str, words: list[str], source: str) -> None:
         try:
             self.values[name] = convert(self.settings[name], words)
@@ -290,10 +284,8 @@ class _Reader:
             self.unread |= self.settings.keys()
             return
         base, seen = table.pop("extends", None), (*seen, path.resolve())
-        if base is not None and not isinstance(base, str):
-            self.errors.append(f"{path}: extends = {base!r}: must be the name of a file")
-        elif base:
-            self.read_file(find_preset(base, path.parent, seen), f"{path}: extends {base}", seen)
+        if base is not None:
+            self.read_file(find_preset(str(base), path.parent, seen), f"{path}: extends {base}", seen)
         if (path.parent / "status.json").is_file():  # the folder of a run
             left = [key for key in OF_ONE_RUN.split() if table.pop(key, None) is not None]
             self.notes.append(f"{path}: taken without {', '.join(left)}, which are that run's own")

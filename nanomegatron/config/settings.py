@@ -35,11 +35,9 @@ TOKENIZERS = {  # kind -> what it needs
     "Llama2Tokenizer": "--tokenizer-model",
 }
 # Conditions that several settings have, or that are long
-BF16, MAIN = "--bf16, the type of all else", "--bf16 or --fp16; fp32 weights are the main weights"
 ENDS_IN_BF16 = "--first-last-layers-bf16"
 DELAYED, CURRENT = "--fp8-recipe delayed", "--fp8-recipe tensorwise or rowwise or blockwise"
 VARIES, OFFLOAD = "--weight-decay-incr-style linear or cosine", "--optimizer-cpu-offload"
-TIKTOKEN, HUGGING_FACE = "--tokenizer-type TikTokenizer", "--tokenizer-type HuggingFaceTokenizer"
 TOKENIZER, PRECISION_AWARE = "--tokenizer-type", "--use-precision-aware-optimizer"
 fp8 = functools.partial(setting, part_of="--fp8-format")
 moment = functools.partial(
@@ -63,7 +61,7 @@ class PrecisionConfig:
         None,
         "use FP8 in matmuls: E4M3 for all, or E5M2 for output gradients; default no FP8",
         choices="e4m3 hybrid",
-        needs=BF16,
+        needs="--bf16, the type of all else",
         brings="--bf16",
     )
     fp8_recipe: str = fp8(
@@ -181,7 +179,11 @@ class OptimizerConfig:
     exp_avg_dtype: str = moment("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: str = moment("fp32", "type of Adam's second moment")
     optimizer_cpu_offload: bool = setting(
-        False, "keep optimizer states in host memory", needs=MAIN, brings="--bf16", fast_path=True
+        False,
+        "keep optimizer states in host memory",
+        needs="--bf16 or --fp16; fp32 weights are the main weights",
+        brings="--bf16",
+        fast_path=True,
     )
     optimizer_offload_fraction: float = setting(
         1.0, "fraction of optimizer states to offload", at_most=1, needs=OFFLOAD
@@ -252,10 +254,14 @@ class DataConfig:
         None, "TikTokenizer: splitting pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2"
     )
     tiktoken_num_special_tokens: int | None = setting(
-        None, "number of special tokens in Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
+        None,
+        "number of special tokens in Megatron's JSON vocabulary; default 1000",
+        needs="--tokenizer-type TikTokenizer",
     )
     tokenizer_hf_no_include_special_tokens: bool = setting(
-        False, "no special tokens such as <s> around a text; default as the data", needs=HUGGING_FACE
+        False,
+        "no special tokens such as <s> around a text; default as the data",
+        needs="--tokenizer-type HuggingFaceTokenizer",
     )
     null_tokenizer_eod_id: int | None = setting(None, "end-of-document id; default the last", above=-math.inf)
     make_vocab_size_divisible_by: int = setting(
