@@ -26,17 +26,16 @@ MOST_EVALUATED = 100  # global batches in an evaluation, by default: Megatron's 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """Return a message for each error in a run of `world_size` processes; gpu: its compute capability."""
-    run = (config, world_size, device_type)
     errors = list(broken_rules(config))
     if beyond_limits(config):
         return errors
     for check in (
         model_errors(config, device_type),
-        layout_errors(*run),
+        layout_errors(config, world_size, device_type),
         batch_errors(config, world_size),
         schedule_errors(config),
         data_errors(config),
-        record_errors(*run),
+        record_errors(config, world_size, device_type),
         fp8_errors(config, gpu),
     ):
         try:

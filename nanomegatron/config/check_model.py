@@ -68,8 +68,7 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
         yield from multiple(name, size, shards, ranks)
     if model.num_experts is not None:
         yield from _routing(model)
-    save = config.checkpoint.save
-    copies = config.checkpoint.moe_use_upcycling
+    checkpoint = config.checkpoint
     why = "for --moe-use-upcycling, which copies the MLP"
     yield from those_that_hold(
         (
@@ -77,12 +76,12 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
             f"--moe-layer-freq {model.moe_layer_freq}: no layer has experts; leave out --num-experts",
         ),
         (
-            copies and model.moe_ffn_size != model.ffn_size,
+            checkpoint.moe_use_upcycling and model.moe_ffn_size != model.ffn_size,
             f"--moe-ffn-hidden-size {model.moe_ffn_size}: must be --ffn-hidden-size {model.ffn_size} {why}",
         ),
         (
-            copies and save and save == config.checkpoint.load,
-            f"--save {save}: must be another folder than --load {why}",
+            checkpoint.moe_use_upcycling and checkpoint.save and checkpoint.save == checkpoint.load,
+            f"--save {checkpoint.save}: must be another folder than --load {why}",
         ),
     )
 
@@ -226,7 +225,6 @@ def data_errors(config: Config) -> Iterator[str]:
             yield f"--data-args-path {error}"
     weights = [_number(word) for word in data.split.split(",")]
     kind = data.tokenizer_type
-    eod = data.null_tokenizer_eod_id
     null = kind == "NullTokenizer" or (kind is None and data.mock_data)
     yield from those_that_hold(
         (
@@ -234,8 +232,8 @@ def data_errors(config: Config) -> Iterator[str]:
             f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0",
         ),
         (
-            eod is not None and not null,
-            f"--null-tokenizer-eod-id {eod}: needs --tokenizer-type NullTokenizer",
+            data.null_tokenizer_eod_id is not None and not null,
+            f"--null-tokenizer-eod-id {data.null_tokenizer_eod_id}: needs --tokenizer-type NullTokenizer",
         ),
     )
     for name in ("vocab_file", "merge_file", "tokenizer_model"):

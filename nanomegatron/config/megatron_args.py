@@ -167,10 +167,11 @@ def settings_of_args(args: dict[str, Any]) -> dict[str, Any]:
     settings |= {
         "disable_bias_linear": not args.get("add_bias_linear", True),
         "num_query_groups": args.get("num_query_groups", 0) if args.get("group_query_attention") else 0,
+        "bf16": bool(args.get("bf16")),
+        "fp16": bool(args.get("fp16")),
     }
     if not args.get("num_experts"):
         settings = {k: v for k, v in settings.items() if not k.startswith(("moe", "num_experts"))}
-    settings["bf16"], settings["fp16"] = bool(args.get("bf16")), bool(args.get("fp16"))
     if size := args.get("vocab_size") or args.get("padded_vocab_size"):
         settings["vocab_size"] = size
     return settings
