@@ -312,10 +312,12 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     for family in FAMILIES:
         hf = _written(config, family) | tokens
-        try:
-            settings = settings_of(hf)
-        except ValueError:  # a family with experts, or whose RoPE cannot be scaled
-            continue
+        keys = FAMILIES[family]["keys"].items()
+        if any(hf[key] is None for name, key in keys if name.startswith(("num_experts", "moe"))):
+            continue  # a family with experts, or shared ones
+        if hf.get("rope_scaling") and "rope" in FAMILIES[family]:
+            continue  # a family whose RoPE cannot be scaled
+        settings = settings_of(hf)
         fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
         found = effective(TransformerConfig(**{name: settings[name] for name in fields}))
         in_the_way[family] = [f"{k} = {v!r:.80}" for k, v in wanted.items() if found.get(k) != v]
