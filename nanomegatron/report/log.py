@@ -42,7 +42,6 @@ from nanomegatron.report.writers import (
     duration,
     overflow,
     progress,
-    progress_bar,
     replace_file,
     replace_link,
     spare_exit,
@@ -87,7 +86,6 @@ class RunLog:
             kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in ("evals", "fp8", "experts")
         }
         self._writers: list[Any] = []
-        self._bar: Any = None
         self._interval: list[dict] = []
         self._lines = 0
         self._first: int | None = None  # the iteration of the first record
@@ -121,8 +119,6 @@ class RunLog:
         if self.config.run.wandb_project:
             with self.attempt("Weights & Biases"):
                 self._writers.append(WeightsAndBiases(self.folder, self.config))
-        with self.attempt("progress bar"):
-            self._bar = progress_bar(iteration, train_iters, self.stream)
 
     def rewind(self, iteration: int) -> None:
         """Drop the records of later iterations from the series; rank 0 only."""
@@ -161,13 +157,9 @@ class RunLog:
         self._file(text)
 
     def _console(self, text: str) -> None:
-        text = escaped(text)
         with self.attempt("console"):
-            if self._bar is not None:
-                self._bar.write(text, file=self.stream)
-            else:
-                self.stream.write(text + "\n")
-                self.stream.flush()
+            self.stream.write(escaped(text) + "\n")
+            self.stream.flush()
 
     def _file(self, text: str) -> None:
         if self._gone:
@@ -220,9 +212,6 @@ class RunLog:
             self._append(series, record)
         self._scalars(step_scalars(record), record)
         self._interval.append(record)
-        if self._bar is not None:
-            with self.attempt("console"):
-                self._bar.update(1)
         if self.line_due(record["iteration"]):
             self.end_interval()
 
@@ -334,11 +323,10 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close all files and writers; a second call does nothing."""
-        for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
-            if thing is not None:
-                with self.attempt(f"closing {type(thing).__name__}"):
-                    thing.close()
-        self._bar, self._series, self._writers = None, [], []
+        for thing in [self._text, *self._beside.values(), *self._series, *self._writers]:
+            with self.attempt(f"closing {type(thing).__name__}"):
+                thing.close()
+        self._writers = []
         spare_exit(self.stream, sys.stderr)
 
 

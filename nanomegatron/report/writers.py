@@ -5,7 +5,6 @@ accepts.
 """
 
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -139,7 +138,7 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
     return {key: str(value) if strange(value) else value for key, value in record.items()}
 
 
-# Extras: TensorBoard, Weights & Biases, tqdm
+# Extras: TensorBoard, Weights & Biases
 
 
 # Prefixes of tags that are logged by iteration only; all others also by samples.
@@ -237,16 +236,6 @@ def spare_exit(*streams: TextIO | None) -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def progress_bar(done: int, total: int, stream: TextIO, **look: Any) -> Any:
-    """Return a tqdm bar, with its arguments, if `stream` is a terminal and tqdm is installed; else None."""
-    if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
-        return None
-    from tqdm import tqdm
-
-    look = dict(unit="step", dynamic_ncols=True, leave=False) | look
-    return tqdm(initial=done, total=total, file=stream, **look)
 
 
 def progress(total: int, say: Callable[[str], object], every: float = 10.0) -> Iterator[int]:
