@@ -280,11 +280,15 @@ class RunLog:
             "batches": batches,
         }
         evals = self._beside["evals"]
+        place = (iteration, split)
         with self.attempt(str(evals.path)):
             if self.config.run.eval_only:  # beside that of training at this step
-                evals.append(record | {"eval_only": True})
+                record["eval_only"] = True
             else:
-                evals.put(record, ("iteration", "split", "eval_only"))
+                evals.keep(
+                    lambda old: "eval_only" in old or (old["iteration"], old.get("split")) != place, self.warn
+                )
+            evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl, f"bits per byte {split}": bpb}
         self._scalars(tags, record)
         box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.config.user_files import read_json
-from nanomegatron.report.writers import plain, replace_file, timestamp
+from nanomegatron.report.writers import replace_file, timestamp
 
 STATUS_BLOCK = 4096  # bytes of a file that has any, on common file systems
 
@@ -31,12 +31,12 @@ def write_status(path: Path, facts: dict[str, Any]) -> None:
     """
     facts = facts | {"time": timestamp()}
     try:
-        replace_file(path, json.dumps(plain(facts), indent=1) + "\n")
+        replace_file(path, json.dumps(facts, indent=1, default=str) + "\n")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.is_file():
             raise
         short = facts | {"message": str(facts.get("message"))[: STATUS_BLOCK // 8]}
-        data = json.dumps(plain(short), indent=1).encode() + b"\n"
+        data = json.dumps(short, indent=1, default=str).encode() + b"\n"
         with open(path, "r+b", buffering=0) as file:  # it may be damaged if the machine fails meanwhile
             file.write(data.ljust(path.stat().st_size))
             file.truncate(len(data))

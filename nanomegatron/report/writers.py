@@ -55,23 +55,17 @@ class JsonLines(Lines):
         If that fails (OSError), `append` tries it again and writes only after it has succeeded.
         """
         self._behind = iteration
-        self.close()
-        if self.path.is_file():
-            kept = [record for record in read_jsonl(self.path, warn) if record["iteration"] <= iteration]
-            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.keep(lambda record: record["iteration"] <= iteration, warn)
         self._behind = None
 
-    def put(self, record: dict[str, Any], keys: tuple[str, ...]) -> None:
-        """Replace the record with the same values of `keys`, or append it. Raises OSError."""
-        records = read_jsonl(self.path)
-        place = [record.get(key) for key in keys]
-        alike = [i for i, other in enumerate(records) if [other.get(key) for key in keys] == place]
-        if not alike:
-            self.append(record)
-            return
-        records[alike[0]] = plain(record)
+    def keep(
+        self, wanted: Callable[[dict[str, Any]], bool], warn: Callable[[str], None] = warnings.warn
+    ) -> None:
+        """Write the file anew with the wanted records alone. Raises OSError."""
         self.close()
-        replace_file(self.path, "".join(json.dumps(other) + "\n" for other in records))
+        if self.path.is_file():
+            kept = [record for record in read_jsonl(self.path, warn) if wanted(record)]
+            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record. Raises OSError if that fails."""
@@ -130,12 +124,9 @@ def replace_link(link: Path, target: str) -> None:
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with values that JSON lacks (NaN, infinities, paths) as strings."""
-
-    def strange(value: Any) -> bool:
-        return isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
-
-    return {key: str(value) if strange(value) else value for key, value in record.items()}
+    """Return the record with NaN and infinities, which JSON lacks, as strings."""
+    strange = {key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return record | {key: str(record[key]) for key in strange}
 
 
 # Extras: TensorBoard, Weights & Biases
