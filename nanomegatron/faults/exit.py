@@ -48,7 +48,7 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     kinds = CODES if begun else CODES | {ValueError: BAD_CONFIG}
     code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
     if isinstance(error, FolderLost) and not log.is_main:
-        log.leave()
+        log.folder_lost = True
     if code != 1:
         first = log.status("failed", exit_code=code, message=str(error))
         tell_torchrun(escaped(str(error)))

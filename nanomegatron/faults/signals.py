@@ -89,7 +89,7 @@ class Signals:
         """Return the folders of the run that rank 0 has lost; its log leaves the run's."""
         lost = self.locks.lost()
         if any(each.name.startswith("--run-name") for each in lost):
-            self.log.leave()
+            self.log.folder_lost = True
         return lost
 
     @property

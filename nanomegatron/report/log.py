@@ -10,7 +10,8 @@
               evals.jsonl    one per evaluation
               fp8.jsonl      one per step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py
               experts.jsonl  one per step of --moe-per-layer-logging: layer/kind, kinds of ExpertLoad there
-              status.json    one of STATES, exit code, last checkpoint, the cause
+              status.json    running, done, stopped (as an --exit- flag says), preempted or failed; exit code,
+                             last checkpoint, the cause
 
 Only rank 0 writes numbers. Other ranks warn under their own name, the first that fails writes status.json. A
 resumed run drops the steps after its checkpoint from the .jsonl files. `before`: status.json at the start.
@@ -23,6 +24,7 @@ is left as it is, on its own line, and is no record.
 import datetime
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,11 +41,9 @@ from nanomegatron.report.writers import (
     Lines,
     TensorBoard,
     WeightsAndBiases,
-    duration,
     overflow,
-    progress,
     replace_file,
-    replace_link,
+    replacing,
     spare_exit,
     step_scalars,
 )
@@ -52,10 +52,8 @@ KEYS = """
 iteration consumed_samples global_batch_size lm_loss grad_norm lr next_lr step_time_ms tokens_per_s
 tflops_per_gpu mfu
 """.split()
-STATES = ("running", "done", "stopped", "preempted", "failed")  # stopped: as an --exit- flag says
 LOST_PEER = "lost a peer"  # start of the message of a failure that another rank caused
 HANG = "a hang"  # start of the message of the watch-dog
-_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
 class RunLog:
@@ -80,14 +78,14 @@ class RunLog:
         self.train_iters = 0
         self._text = Lines(self.folder / ("log.txt" if self.is_main else f"log.{rank}.txt"))
         self._failed: set[str] = set()
-        self._gone = False  # the folder, by `leave`
+        self.folder_lost = False  # then no more files are written at its path
         self._series: list[JsonLines] = []
         self._beside = {
             kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in ("evals", "fp8", "experts")
         }
         self._writers: list[Any] = []
         self._interval: list[dict] = []
-        self._lines = 0
+        self._titled = False  # the table
         self._first: int | None = None  # the iteration of the first record
         self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
         with self.attempt(str(self.folder)):
@@ -162,7 +160,7 @@ class RunLog:
             self.stream.flush()
 
     def _file(self, text: str) -> None:
-        if self._gone:
+        if self.folder_lost:
             return
         with self.attempt(str(self._text.path)):
             self._text.write(escaped(text))
@@ -186,12 +184,8 @@ class RunLog:
         """Let the link `latest` beside this run's folder point to it; rank 0 only."""
         link = self.folder.parent / "latest"
         if self.is_main:
-            with self.attempt(str(link)):
-                replace_link(link, self.folder.name)
-
-    def leave(self) -> None:
-        """The run's folder is gone: write no more files at its path."""
-        self._gone = True
+            with self.attempt(str(link)), replacing(link) as new:
+                new.symlink_to(self.folder.name)
 
     # Numbers
 
@@ -224,9 +218,9 @@ class RunLog:
         if self._interval:
             mean = _mean(self._interval)
             self._interval = []
-            if not self._lines:
-                self._console("".join(f"{name:>{width}}" for name, width in _columns(mean).items()))
-            self._lines += 1
+            if not self._titled:
+                self._console("".join(table_cells(mean, self.train_iters)))
+            self._titled = True
             self._console(table_row(mean, self.train_iters))
             self._file(megatron_line(mean, self.train_iters, self.config))
 
@@ -298,8 +292,19 @@ class RunLog:
         self._console(f"{split} at step {iteration}: loss {loss:.4f}, perplexity {ppl:.4g}{bits}")
 
     def progress(self, what: str, total: int) -> Iterator[int]:
-        """Yield 0 .. total - 1; the console says now and then how many are done, and the time left."""
-        return progress(total, lambda text: self._console(f"{what}: {text}") if self.is_main else None)
+        """Yield 0 .. total - 1, and say how many are done with the time left: after 10 seconds or a tenth.
+
+        The longer of the two counts, so that hours have ten lines. Nothing is said shortly before the end.
+        """
+        start = last = time.monotonic()
+        for n in range(total):
+            yield n
+            now = time.monotonic()
+            each = (now - start) / (n + 1)
+            left = each * (total - n - 1)
+            if self.is_main and now - last >= max(10, each * total / 10) and left > 5:
+                self._console(f"{what}: {n + 1} of {total}, {duration(left)} left")
+                last = now
 
     # State
 
@@ -309,10 +314,8 @@ class RunLog:
         Only rank 0 writes it, but any rank may report "failed". The first such report is kept, unless its
         message begins with LOST_PEER. Returns whether this report is kept.
         """
-        if state not in STATES:
-            raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
         path = self.folder / "status.json"
-        if self._gone or (state != "failed" and not self.is_main):
+        if self.folder_lost or (state != "failed" and not self.is_main):
             return False
         if state == "failed":
             before = read_status(path, self.warn)
@@ -337,32 +340,46 @@ class RunLog:
 # Lines
 
 
-def _columns(mean: dict[str, Any]) -> dict[str, int]:
-    """Names and widths of the columns; with experts also the load of the busiest over the mean."""
-    return _COLUMNS | ({"busiest": 9} if "moe_load_imbalance" in mean else {}) | {"eta": 9}
+def table_cells(mean: dict[str, Any], train_iters: int) -> dict[str, str]:
+    """Return the title of each column of the console, as wide as the column, and its cell for an interval.
+
+    A cell is `-` for an unknown value. With experts there is also the load of the busiest over the mean.
+    """
+    rate = mean["tokens_per_s"]
+    flops = mean["tflops_per_gpu"]
+    share = mean["mfu"]
+    memory = mean.get("peak_mem_gib")
+    speed = f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
+    cells = {
+        "   step": str(mean["iteration"]),
+        "     loss": f"{mean['lm_loss']:.4f}",
+        "        lr": f"{mean['lr']:.2e}",
+        " grad_norm": f"{mean['grad_norm']:.3f}",
+        "   tok/s": speed,
+        "     TF/s": f"{flops:.3g}" if flops < 1 else f"{flops:.1f}",
+        "    MFU": "-" if share is None else f"{100 * share:.1f}%",
+        " mem GiB": "-" if memory is None else f"{memory:.2f}",
+    }
+    if "moe_load_imbalance" in mean:
+        cells["  busiest"] = f"{mean['moe_load_imbalance']:.2f}x"
+    left = (train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3
+    return cells | {"      eta": duration(left)}
 
 
 def table_row(mean: dict[str, Any], train_iters: int) -> str:
-    """Return the console's row for an interval, under the header of RunLog; `-` for unknown values."""
-    rate, share, memory = mean["tokens_per_s"], mean["mfu"], mean.get("peak_mem_gib")
-    cells = (
-        str(mean["iteration"]),
-        f"{mean['lm_loss']:.4f}",
-        f"{mean['lr']:.2e}",
-        f"{mean['grad_norm']:.3f}",
-        f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}",
-        f"{mean['tflops_per_gpu']:.3g}" if mean["tflops_per_gpu"] < 1 else f"{mean['tflops_per_gpu']:.1f}",
-        "-" if share is None else f"{100 * share:.1f}%",
-        "-" if memory is None else f"{memory:.2f}",
-        *([f"{mean['moe_load_imbalance']:.2f}x"] if "moe_load_imbalance" in mean else []),
-        duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
-    )
-    row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
+    """Return the console's row for an interval, and what is to say of its steps."""
+    cells = table_cells(mean, train_iters)
+    row = "".join(cell.rjust(len(title)) for title, cell in cells.items())
     if said := mean.get("overflow"):
         return f"{row.replace('nan', '  -')}  {said}"
     if skipped := mean.get("skipped"):
         return f"{row}  {skipped} skipped step{'s' * (skipped > 1)} not in the loss"
     return row
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss, a day or more as "1 day, 2:03:04"."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Writers of a run's numbers: JSON lines, whole files, TensorBoard, Weights & Biases, progress.
+"""Writers of a run's numbers: JSON lines, whole files, TensorBoard, Weights & Biases.
 
 JSON has no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which float()
 accepts.
@@ -8,10 +8,9 @@ import datetime
 import json
 import math
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -61,7 +60,7 @@ class JsonLines(Lines):
     def keep(
         self, wanted: Callable[[dict[str, Any]], bool], warn: Callable[[str], None] = warnings.warn
     ) -> None:
-        """Write the file anew with the wanted records alone. Raises OSError."""
+        """Drop all but the wanted records. Raises OSError."""
         self.close()
         if self.path.is_file():
             kept = [record for record in read_jsonl(self.path, warn) if wanted(record)]
@@ -102,23 +101,18 @@ def replace_file(path: Path, text: str) -> None:
 
     A symbolic link stays: what it points to is written.
     """
-    path = path.resolve()
+    with replacing(path.resolve()) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context manager that gives a name beside `path`: what was made there takes its place at the end."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            sync(file)
+        yield temporary
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def replace_link(link: Path, target: str) -> None:
-    """Let a symbolic link point to `target`, atomically. Raises OSError, also where `link` is a folder."""
-    temporary = link.with_name(f"{link.name}.{os.getpid()}.tmp")
-    try:
-        os.symlink(target, temporary)
-        os.replace(temporary, link)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -227,28 +221,3 @@ def spare_exit(*streams: TextIO | None) -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def progress(total: int, say: Callable[[str], object], every: float = 10.0) -> Iterator[int]:
-    """Yield 0 .. total - 1, and say how many are done with the time left: after `every` seconds or a tenth.
-
-    The longer of the two counts, so that hours have ten lines. Nothing is said shortly before the end.
-    """
-    start = last = time.monotonic()
-    for n in range(total):
-        yield n
-        now = time.monotonic()
-        each = (now - start) / (n + 1)
-        left = each * (total - n - 1)
-        if now - last >= max(every, each * total / 10) and left > every / 2:
-            say(f"{n + 1} of {total}, {duration(left)} left")
-            last = now
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as m:ss, h:mm:ss or Nd HHh."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02d}h"
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
