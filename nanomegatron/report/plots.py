@@ -1,6 +1,5 @@
 """Pictures of a run: the loss curve in loss.png, and the load of each expert in experts.png."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from nanomegatron.report.writers import read_jsonl
 # After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SMOOTH, VALIDATION = PALETTE[:2]
-RAW, MARK = "#9ad0f0", "#555555"
+RAW, RULE = "#9ad0f0", "#555555"
 LOADS = ("#2f7fb8", "#4393c3", "white", "#a50f25", "#4d0010")  # the first and the last: beyond the scale
 DEAD = dict(facecolor="black", edgecolor="#8c8c8c", hatch="////", linewidth=0)  # an expert without a token
-LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over which steps are averaged
+LABELS = 25  # at most beside experts.png
 
 
 def plot_loss(folder: Path, say: Callable[[str], None] = print) -> Path | None:
@@ -41,7 +40,6 @@ def plot_loss(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     if len(evaluated):
         axes.plot(evaluated, values, "o", color=VALIDATION, mec="black", markersize=7, label="validation")
     _end_values(axes, (steps, losses, SMOOTH), (evaluated, values, VALIDATION))
-    _mark_checkpoints(axes, folder / "log.txt")
     axes.set(title=folder.resolve().name, ylabel="loss (nats per token)")
     axes.legend(frameon=False, loc="upper right")
     below.plot(steps, rates, color=SMOOTH, linewidth=1.5)
@@ -79,60 +77,41 @@ def _end_values(axes: Any, *curves: tuple[np.ndarray, np.ndarray, str]) -> None:
         )
 
 
-def _mark_checkpoints(axes: Any, log: Path) -> None:
-    """Draw triangles for the checkpoints of log.txt, without those of dropped steps, and resumes dashed."""
-    saved, resumed = set(), set()
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    for what, step in re.findall(r"^(saved|resumed) .*, step (\d+)$", text, re.MULTILINE):
-        (saved if what == "saved" else resumed).add(int(step))
-        saved = {each for each in saved if what == "saved" or each <= int(step)}
-    look = dict(color=MARK, transform=axes.get_xaxis_transform())  # y: 0 is the bottom of the axes, 1 the top
-    if resumed:
-        axes.vlines(sorted(resumed), 0, 1, linestyles="--", linewidth=1, label="resumed", **look)
-    if saved:
-        axes.plot(sorted(saved), [0.02] * len(saved), "^", markersize=5, label="checkpoint", **look)
-
-
 def plot_experts(folder: Path, say: Callable[[str], None] = print) -> Path | None:
-    """Draw RUN/experts.png from experts.jsonl: a panel per layer, experts over steps, tokens as colour.
+    """Draw RUN/experts.png from experts.jsonl: a row for each expert of each layer, tokens as colour.
 
-    White is an even share of tokens, red is up to four times more, blue up to four times less, hatched black
-    no token at all. Of many layers a selection at equal distances is shown. Returns the path; None, with a
-    line to `say`, and raises ImportError, as `plot_loss`.
+    White is an even share of the layer's tokens, red is up to four times more, blue up to four times less,
+    hatched black no token at all. Returns the path; None, with a line to `say`, and raises ImportError, as
+    `plot_loss`.
     """
     records = read_jsonl(folder / "experts.jsonl")
-    found = [key for key in (records[0] if records else ()) if key.endswith("/tokens")]
-    if not found:
+    keys = [key for key in (records[0] if records else ()) if key.endswith("/tokens")]
+    if not keys:
         say(f"experts.png not drawn: no tokens of experts in {folder / 'experts.jsonl'}")
         return None
-    shown = [found[i] for i in np.unique(np.linspace(0, len(found) - 1, LAYERS).round().astype(int))]
-    figure = canvas("experts.png", (8, 1.2 + 1.3 * len(shown)), dpi=100)
+    figure = canvas("experts.png", (8, 6), dpi=100)
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
+    tokens = np.array([[record[key] for key in keys] for record in records], dtype=np.float64)
+    load = tokens / np.maximum(tokens.mean(axis=2, keepdims=True), 1e-9)  # [steps, layers, experts]
+    rows = np.ma.masked_equal(load.reshape(len(records), -1).T, 0)
     fewer, *between, more = LOADS
     colours = LinearSegmentedColormap.from_list("load", between).with_extremes(under=fewer, over=more)
-    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    ends = records[0]["iteration"] - 0.5, records[-1]["iteration"] + 0.5
-    for axes, key in zip(panels, shown, strict=True):
-        tokens = np.array([record[key] for record in records], dtype=np.float64)
-        bounds = np.linspace(0, len(tokens), 1 + min(COLUMNS, len(tokens))).round().astype(int)
-        columns = np.split(tokens, bounds[1:-1])
-        load = np.stack([each.sum(0) / max(each.sum() / tokens.shape[1], 1e-9) for each in columns], axis=1)
-        place = (*ends, tokens.shape[1] - 0.5, -0.5)
-        scale = dict(cmap=colours, vmin=-2, vmax=2, aspect="auto", interpolation="nearest")
-        axes.patch.set(**DEAD)  # seen where the image is masked
-        image = axes.imshow(np.ma.log2(np.ma.masked_equal(load, 0)), extent=place, **scale)
-        layer = key.removesuffix("/tokens").removeprefix("decoder.").replace("s.", " ")
-        axes.set_ylabel(f"{layer}\nexpert", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+    axes = figure.add_subplot()
+    axes.patch.set(**DEAD)  # seen where the image is masked
+    place = (records[0]["iteration"] - 0.5, records[-1]["iteration"] + 0.5, len(keys), 0)
+    image = axes.imshow(np.ma.log2(rows), cmap=colours, vmin=-2, vmax=2, aspect="auto", extent=place)
+    axes.set(title=f"{folder.resolve().name}: tokens of each expert", xlabel="iteration")
+    names = [key.removesuffix("/tokens").removeprefix("decoder.").replace("s.", " ") for key in keys]
+    shown = slice(None, None, 1 + len(names) // LABELS)
+    axes.set_yticks(np.arange(len(names))[shown], names[shown], va="top", fontsize=8)
+    axes.grid(axis="y", color=RULE, linewidth=0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    panels[0].set_title(f"{folder.resolve().name}: tokens of each expert", fontsize=10, loc="left")
-    dead = dict(handles=[Patch(**DEAD, label="no token")], loc="lower right", bbox_to_anchor=(1, 1))
-    panels[0].legend(**dead, fontsize=8, frameon=False, borderaxespad=0.2)
-    panels[-1].set_xlabel("iteration")
-    bar = figure.colorbar(image, ax=panels, ticks=range(-2, 3), extend="both")
+    axes.legend(
+        handles=[Patch(**DEAD, label="no token")], loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+    )
+    bar = figure.colorbar(image, ticks=range(-2, 3), extend="both")
     bar.set_label("tokens of an expert, as a multiple of an even share")
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     figure.savefig(folder / "experts.png")
