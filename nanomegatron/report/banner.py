@@ -85,12 +85,16 @@ def paths_text(paths: Paths, config: Config, mesh: Mesh) -> str:
 
 def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
     """Return a note if the run needs more memory than available. Raises ValueError if more than twice."""
-    if mesh.device.type == "cuda":
-        room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
-    else:
-        room, local = host_memory(), local_ranks(mesh.world.size)
-    note = check_room(Planned(config, vocab_size, machine_of(mesh.device), mesh.world.size, local), room)
+    room, shared = memory_room(mesh.device, mesh.world.size)
+    note = check_room(Planned(config, vocab_size, machine_of(mesh.device), mesh.world.size, shared), room)
     return [note] if note else []
+
+
+def memory_room(device: torch.device, ranks: int) -> tuple[float, int]:
+    """Bytes of the GPU, or of this machine's memory, and how many of all `ranks` share them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, 1
+    return host_memory(), local_ranks(ranks)
 
 
 def local_ranks(ranks: int) -> int:

@@ -10,7 +10,7 @@ from nanomegatron.plan.auto import with_best_layout
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.room import Planned, remedies
 from nanomegatron.plan.search import FILLED
-from nanomegatron.report.banner import host_memory, local_ranks, machine_of
+from nanomegatron.report.banner import machine_of, memory_room
 
 
 def chosen_layout(parsed: Parsed, world: int, device: torch.device) -> Parsed:
@@ -18,13 +18,13 @@ def chosen_layout(parsed: Parsed, world: int, device: torch.device) -> Parsed:
 
     Raises ConfigError if none fits.
     """
-    where = described(device, local_ranks(world))
+    where = described(device, world)
     return with_best_layout(parsed, vocabulary_size(parsed.config.data), world, *where)
 
 
 def out_of_memory_advice(config: Config, mesh: Mesh) -> str:
     """The lines on changes that make room, for a run that a GPU's memory was too small for."""
-    _, kind, room = described(mesh.device, local_ranks(mesh.world.size))
+    _, kind, room = described(mesh.device, mesh.world.size)
     run = Planned(config, vocabulary_size(config.data), kind, mesh.world.size)
     return "\n".join(["what the plan says to take less memory, the cheapest first:", *remedies(run, room)])
 
@@ -34,10 +34,8 @@ def vocabulary_size(data: DataConfig) -> int:
     return data.vocab_size or choose_tokenizer(data).vocab_size
 
 
-def described(device: torch.device, local: int) -> tuple[str, Machine, float]:
-    """Return a device's name, what the planner knows of it, and the bytes for one of `local` ranks."""
-    kind = machine_of(device)
-    if not kind.gpu:
-        return "cpu", kind, FILLED * host_memory() / local
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return torch.cuda.get_device_name(device), kind, FILLED * memory
+def described(device: torch.device, ranks: int) -> tuple[str, Machine, float]:
+    """Return a device's name, what the planner knows of it, and the bytes for each of all `ranks`."""
+    room, shared = memory_room(device, ranks)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return name, machine_of(device), FILLED * room / shared

@@ -21,19 +21,20 @@ def speed_of(
     peak = None
     if mesh.device.type == "cuda":
         peak = device_peak(torch.cuda.get_device_name(mesh.device), config.dtype_name)
-    flops = {}
-    for convention in CONVENTIONS:
+
+    def flops(convention: str) -> float:
         each = [flops_per_iteration(model, padded_vocab_size, s, n, convention) for s, n in lengths.items()]
-        flops[convention] = sum(each)
-    headline, *others = (flop / seconds / world / 1e12 for flop in flops.values())
+        return sum(each)
+
+    usual, *others = CONVENTIONS
     result = {
         "step_time_ms": 1e3 * seconds,
         "tokens_per_s": sum(length * n for length, n in lengths.items()) / seconds,
-        "tflops_per_gpu": headline,
-        "mfu": mfu(flops[CONVENTIONS[0]], seconds, world, peak),
+        "tflops_per_gpu": flops(usual) / seconds / world / 1e12,
+        "mfu": mfu(flops(usual), seconds, world, peak),
     }
     if config.run.log_throughput:
-        result |= {f"tflops_per_gpu_{c}": x for c, x in zip(CONVENTIONS[1:], others, strict=True)}
+        result |= {f"tflops_per_gpu_{c}": flops(c) / seconds / world / 1e12 for c in others}
     return result
 
 
