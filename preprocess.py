@@ -15,7 +15,6 @@ the result does not depend on the number of workers. A line that is no document 
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
@@ -34,7 +33,7 @@ from nanomegatron.config.user_files import escaped
 from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
 from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
-from nanomegatron.data.text import Portable, encode, in_order, train_tokenizer
+from nanomegatron.data.text import Encoder, in_order, train_tokenizer
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.data.verify import verify_pair
 
@@ -229,9 +228,7 @@ def tokenize(
     facts = {"append_eod": append_eod} | ({"parse_special_tokens": True} if options.special else {})
     around = {"prefix_ids": [*tokenizer.prefix_ids], "suffix_ids": [*tokenizer.suffix_ids]}
     facts |= {name: ids for name, ids in around.items() if ids}
-    work = functools.partial(
-        encode, portable=Portable(tokenizer, options.special), keys=keys, append_eod=append_eod
-    )
+    work = Encoder(tokenizer, keys, append_eod, options.special)
     with DatasetOutput(prefix, tokenizer, keys, facts).open(files, options.resume) as output:
         if resumed := output.place != InputPlace():
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)

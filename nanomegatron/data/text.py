@@ -1,6 +1,6 @@
 """Tokenizes documents with several processes, in order. No torch.
 
-    blocks -> chunks -> in_order(encode) -> DatasetOutput
+    blocks -> chunks -> in_order(Encoder) -> DatasetOutput
     reads     512 KiB   workers find the     writes them
                         lines, parse them
                         and tokenize
@@ -8,30 +8,28 @@
 Only a few chunks per worker are in flight, so memory stays small for any size of input.
 """
 
-import functools
 import itertools
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanomegatron.data.indexed_dataset import best_dtype, publish
 from nanomegatron.data.reading import DocumentBlock, InputPlace, Line, Row
-from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.data.vocabulary import EOD, byte_alphabet, import_extra, write_ranks
 
 CHUNKS_PER_WORKER = 4
+_work: Callable  # of a worker process
 
 
 class Encoded(NamedTuple):
@@ -42,126 +40,104 @@ class Encoded(NamedTuple):
     text_bytes: np.ndarray
 
 
-class Portable:
-    """A tokenizer that a spawned worker rebuilds once from its spec, and a forked one has already."""
-
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        """special: special tokens in a text are those tokens."""
-        self.tokenizer, self.special = tokenizer, special
-        self._key = json.dumps(tokenizer.spec), tokenizer.fingerprint, special
-        _portables()[self._key] = self
-
-    def __reduce__(self) -> tuple:
-        return _again, self._key
-
-
-@functools.cache
-def _portables() -> dict[tuple[str, str, bool], Portable]:
-    """Those of this process."""
-    return {}
-
-
-def _again(spec: str, fingerprint: str, special: bool) -> Portable:
-    if found := _portables().get((spec, fingerprint, special)):
-        return found
-    tokenizer = tokenizer_from_spec(json.loads(spec))
-    if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{spec}: the tokenizer's file changed while it was in use")
-    return Portable(tokenizer, special)
-
-
-def encode(
-    chunk: list[DocumentBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
-) -> tuple[list[Encoded], list[str], InputPlace, int]:
-    """Tokenize a chunk, in a worker -> its valid documents under each key, errors for the others, its end.
-
-    The end is the place behind it, and the bytes read up to there.
+class Encoder(NamedTuple):
+    """Tokenizes chunks, in a worker. special: special tokens in a text are those tokens.
 
     As in Megatron an empty document stays empty, without an end-of-document token.
     """
-    good, bad, end = [], [], (chunk[-1].after, chunk[-1].read)
-    for line in itertools.chain.from_iterable(block.documents() for block in chunk):
-        try:
-            good.append((line, line.texts(keys)))
-        except ValueError as error:
-            bad.append(str(error))
-    try:
-        return _columns(portable, good, keys, append_eod), bad, *end
-    except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
-        for document in list(good):
+
+    tokenizer: Tokenizer
+    keys: tuple[str, ...]
+    append_eod: bool
+    special: bool = False
+
+    def __call__(self, chunk: list[DocumentBlock]) -> tuple[list[Encoded], list[str], InputPlace, int]:
+        """Return a chunk's valid documents under each key, errors for the others, and its end.
+
+        The end is the place behind it, and the bytes read up to there.
+        """
+        good, bad, end = [], [], (chunk[-1].after, chunk[-1].read)
+        for line in itertools.chain.from_iterable(block.documents() for block in chunk):
             try:
-                _columns(portable, [document], keys, append_eod)
+                good.append((line, line.texts(self.keys)))
             except ValueError as error:
-                bad.append(f"{document[0]}: {error}")
-                good.remove(document)
-        return _columns(portable, good, keys, append_eod), bad, *end
+                bad.append(str(error))
+        try:
+            return self._columns(good), bad, *end
+        except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
+            for document in list(good):
+                try:
+                    self._columns([document])
+                except ValueError as error:
+                    bad.append(f"{document[0]}: {error}")
+                    good.remove(document)
+            return self._columns(good), bad, *end
 
-
-def _columns(
-    portable: Portable,
-    documents: list[tuple[Line | Row, list[str]]],
-    keys: tuple[str, ...],
-    append_eod: bool,
-) -> list[Encoded]:
-    """Tokenize the documents' texts under each key."""
-    result, tokenizer = [], portable.tokenizer
-    for k in range(len(keys)):
-        texts = [texts[k] for _, texts in documents]
-        ids, lengths = tokenizer.encode_many(texts, portable.special)
-        ids = ids.astype(best_dtype(tokenizer.vocab_size))
-        if append_eod:
-            ends = np.cumsum(lengths)[lengths > 0]
-            ids, lengths = np.insert(ids, ends, tokenizer.eod), lengths + (lengths > 0)
-        sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        result.append(Encoded(ids, lengths, np.array(sizes, np.int64)))
-    return result
+    def _columns(self, documents: list[tuple[Line | Row, list[str]]]) -> list[Encoded]:
+        """Tokenize the documents' texts under each key."""
+        result = []
+        for k in range(len(self.keys)):
+            texts = [texts[k] for _, texts in documents]
+            ids, lengths = self.tokenizer.encode_many(texts, self.special)
+            ids = ids.astype(best_dtype(self.tokenizer.vocab_size))
+            if self.append_eod:
+                ends = np.cumsum(lengths)[lengths > 0]
+                ids, lengths = np.insert(ids, ends, self.tokenizer.eod), lengths + (lengths > 0)
+            sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+            result.append(Encoded(ids, lengths, np.array(sizes, np.int64)))
+        return result
 
 
 def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
     """Yield work(x) for each x, in order, computed by `workers` processes; few inputs are read ahead.
 
-    This process is one of them while the next result is not ready. The others are forked before anything is
-    read, or spawned where a fork is not safe: beside threads.
+    This process is one of them while the others have enough to do. They have `work` from their start on, and
+    are forked before anything is read, or spawned where a fork is not safe: beside threads.
     """
     if workers == 1:
         yield from map(work, inputs)
         return
     safe = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
     context = multiprocessing.get_context("fork" if safe else "spawn")
-    with ProcessPoolExecutor(workers - 1, context, _start_worker, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers - 1, context, _start_worker, (work,)) as pool:
         pool.submit(os.getpid)  # starts them
-        inputs, pending = iter(inputs), deque()
+        pending: deque[Future] = deque()
         try:
-            while True:
-                room = 2 * workers * CHUNKS_PER_WORKER - len(pending)
-                ahead = (workers - 1) * CHUNKS_PER_WORKER - sum(not future.done() for future in pending)
-                pending.extend(pool.submit(work, x) for x in itertools.islice(inputs, min(ahead, room)))
-                if not pending:
-                    return
-                if room > ahead and not pending[0].done() and (mine := next(inputs, None)) is not None:
-                    pending.append(Future())
-                    pending[-1].set_result(work(mine))
-                else:
+            for x in inputs:
+                waiting = sum(not future.done() for future in pending)
+                if waiting < (workers - 1) * CHUNKS_PER_WORKER:
+                    future = pool.submit(_run_work, x)
+                else:  # the others have enough to do
+                    future = Future()
+                    future.set_result(work(x))
+                pending.append(future)
+                while pending and (pending[0].done() or len(pending) == 2 * workers * CHUNKS_PER_WORKER):
                     yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool:
             raise ValueError(
                 "a worker process died, perhaps for lack of memory: use fewer --workers"
             ) from None
         finally:
-            for future in pending:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(parent: int) -> None:
-    """Leave Ctrl-C to the parent, and exit if the parent is killed: the pool would wait forever."""
+def _start_worker(work: Callable) -> None:
+    """Keep `work`; leave Ctrl-C to the parent, and exit if it is killed: the pool would wait forever."""
+    global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _run_work(x: Any) -> Any:
+    return _work(x)
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, output: Path) -> str:
