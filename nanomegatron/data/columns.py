@@ -92,44 +92,32 @@ def column_rows(path: str, keys: tuple[str, ...], first: int, size: int) -> Iter
 
     Raises ValueError if a column is missing or no column of strings, and for a damaged file.
     """
-    arrow, number = importlib.import_module("pyarrow"), first
+    arrow, number = importlib.import_module("pyarrow"), 1
     read = _parquet if path.lower().endswith(".parquet") else _arrow
     try:
-        for begin, batch, share in read(arrow, path, keys, first, size):
-            begin, batch = max(begin, first), batch.slice(max(0, first - begin))
+        for batch, share in read(arrow, path, keys, size):
             step = max(1, batch.num_rows * size // max(1, batch.nbytes))
-            for at in range(0, batch.num_rows, step):
+            for at in range(max(0, first - number), batch.num_rows, step):
                 values = zip(*(column.to_pylist() for column in batch.slice(at, step).columns))
-                rows = [Row(path, number + i, list(row)) for i, row in enumerate(values)]
-                number += len(rows)
-                yield rows, share
+                yield [Row(path, i, list(row)) for i, row in enumerate(values, number + at)], share
+            number += batch.num_rows
     except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path}: damaged behind row {number - 1} ({error!r:.200})") from None
 
 
-def _parquet(
-    arrow: ModuleType, path: str, keys: tuple[str, ...], first: int, size: int
-) -> Iterator[tuple[int, Any, float]]:
-    """(first row, its batch, share of the file behind it) of all batches from a row on."""
+def _parquet(arrow: ModuleType, path: str, keys: tuple[str, ...], size: int) -> Iterator[tuple[Any, float]]:
+    """(batch of rows, share of the file behind it) of all batches."""
     with importlib.import_module("pyarrow.parquet").ParquetFile(path) as file:
         _check(arrow, path, file.schema_arrow, keys)
-        facts, groups, begin = file.metadata, [], 1
-        for group in range(facts.num_row_groups):
-            rows = facts.row_group(group).num_rows
-            if begin + rows > first or groups:
-                groups.append(group)
-            else:
-                begin += rows
-        heavy = sum(facts.row_group(group).total_byte_size for group in groups)
+        facts, done = file.metadata, 0
+        heavy = sum(facts.row_group(group).total_byte_size for group in range(facts.num_row_groups))
         batch_size = min(1 << 14, max(1, size * facts.num_rows // max(1, heavy)))
-        for batch in file.iter_batches(batch_size, row_groups=groups, columns=list(keys)):
-            yield begin, batch.select(list(keys)), (begin + batch.num_rows - 1) / facts.num_rows
-            begin += batch.num_rows
+        for batch in file.iter_batches(batch_size, columns=list(keys)):
+            done += batch.num_rows
+            yield batch.select(list(keys)), done / facts.num_rows
 
 
-def _arrow(
-    arrow: ModuleType, path: str, keys: tuple[str, ...], first: int, size: int
-) -> Iterator[tuple[int, Any, float]]:
+def _arrow(arrow: ModuleType, path: str, keys: tuple[str, ...], size: int) -> Iterator[tuple[Any, float]]:
     """The same of an Arrow file, or of a stream as Hugging Face's are."""
     with arrow.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"
@@ -137,11 +125,8 @@ def _arrow(
         reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
         _check(arrow, path, reader.schema, keys)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
-        begin = 1
         for batch in batches:
-            if begin + batch.num_rows > first:
-                yield begin, batch.select(list(keys)), source.tell() / source.size()
-            begin += batch.num_rows
+            yield batch.select(list(keys)), source.tell() / source.size()
 
 
 def _check(arrow: ModuleType, path: str, schema: Any, keys: tuple[str, ...]) -> None:
