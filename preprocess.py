@@ -32,7 +32,7 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped
 from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
-from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
+from nanomegatron.data.reading import blocks, chunks, documents, input_files, kind, size_of
 from nanomegatron.data.text import Encoder, in_order, train_tokenizer
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.data.verify import verify_pair
@@ -152,8 +152,6 @@ def preprocess_arguments(a: argparse.Namespace) -> list[str]:
     for flag, least in (("workers", 1), ("partitions", 1), ("skip_bad_lines", 0)):
         if (value := getattr(a, flag)) < least:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: {least} is the least")
-    if a.partitions > 1:
-        print(f"--partitions {a.partitions}: not needed, the result is the same", file=sys.stderr)
     check_parent("--output-prefix", a.output_prefix)
     tokenizer = build_tokenizer(
         a.tokenizer_type,
@@ -230,27 +228,26 @@ def tokenize(
     facts |= {name: ids for name, ids in around.items() if ids}
     work = Encoder(tokenizer, keys, append_eod, options.special)
     with DatasetOutput(prefix, tokenizer, keys, facts).open(files, options.resume) as output:
-        if resumed := output.place != InputPlace():
+        if output.documents:
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
-        with Progress(sum(map(size_of, files)), options.log_interval, resumed) as progress:
+        with Progress(sum(map(size_of, files)), options.log_interval, output.place.read) as progress:
             pieces = chunks(blocks(files, keys, output.place))
-            for encoded, bad, place, read in in_order(work, pieces, workers):
+            for encoded, bad, place in in_order(work, pieces, workers):
                 skipped = output.skipped + bad
                 most = options.skip_bad_lines
                 if len(skipped) > most:
                     raise ValueError(f"{skipped[most]}; --skip-bad-lines N leaves out up to N, here {most}")
                 output.add(encoded, bad, place)
-                progress.wrote(output.documents, output.tokens, read)
+                progress.wrote(output.documents, output.tokens, place.read)
         return output.finish()
 
 
 class Progress(AbstractContextManager):
     """Shows progress on stderr: one line that changes on a terminal, else a new line every few seconds."""
 
-    def __init__(self, total_bytes: int, interval: int | None, resumed: bool = False) -> None:
-        """total_bytes: 0 if unknown. resumed: what is read first was tokenized by an earlier run."""
-        self.total, self.interval = total_bytes, interval
-        self.first = None if resumed else 0  # bytes that an earlier run has read
+    def __init__(self, total_bytes: int, interval: int | None, begin: int) -> None:
+        """total_bytes: 0 if unknown. begin: bytes that an earlier run has read."""
+        self.total, self.interval, self.begin = total_bytes, interval, begin
         self.documents = self.tokens = self.bytes = self.shown_documents = 0
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
@@ -267,7 +264,6 @@ class Progress(AbstractContextManager):
     def wrote(self, documents: int, tokens: int, read: int) -> None:
         """Show the progress, if it is due. documents, tokens: written; read: bytes of input that had them."""
         self.documents, self.tokens, self.bytes = documents, tokens, read
-        self.first = read if self.first is None else self.first
         due = time.monotonic() - self.shown >= (0.2 if self.terminal else 5)
         if self.interval:
             due = documents - self.shown_documents >= self.interval
@@ -277,7 +273,7 @@ class Progress(AbstractContextManager):
     def _show(self) -> None:
         self.shown, self.shown_documents = time.monotonic(), self.documents
         seconds = max(self.shown - self.start, 1e-9)
-        done = self.bytes - (self.first or 0)
+        done = self.bytes - self.begin
         text = (
             f"{self.documents:,} documents, {self.documents / seconds:,.0f}/s "
             f"| {done / seconds / 1e6:.1f} MB/s | {self.tokens / seconds / 1e6:.2f} M tokens/s"

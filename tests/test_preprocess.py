@@ -331,7 +331,7 @@ def test_progress_of_a_pipe(tmp_path, capsys):
 
 
 def test_a_resumed_run_expects_no_end_before_it_has_read(capsys):
-    with preprocess.Progress(1000, 1, resumed=True) as progress:
+    with preprocess.Progress(1000, 1, begin=500) as progress:
         progress.wrote(1, 5, 500)
         progress.wrote(2, 9, 600)
     first, second, _ = capsys.readouterr().err.splitlines()

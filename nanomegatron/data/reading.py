@@ -29,11 +29,15 @@ INPUT_NAMES = re.compile(r"(\.(jsonl|json|txt)(\.gz|\.zst)?|\.parquet|\.arrow)$"
 
 
 class InputPlace(NamedTuple):
-    """Where reading resumes: file number `file`, its line or row `number`, `byte` of the unpacked text."""
+    """Where reading resumes: file number `file`, its line or row `number`, `byte` of the unpacked text.
+
+    read: bytes of all files up to there, as they are on the disk; an estimate if they are packed.
+    """
 
     file: int = 0
     number: int = 1
     byte: int = 0
+    read: int = 0
 
 
 class Line(NamedTuple):
@@ -78,7 +82,6 @@ class DocumentBlock(NamedTuple):
     raw: bytes
     rows: list[Row]
     after: InputPlace
-    read: int  # bytes of all files up to its end, as they are on the disk; an estimate if they are packed
 
     def documents(self) -> Iterator[Line | Row]:
         """Yield its documents, without blank lines."""
@@ -156,8 +159,8 @@ def blocks(
         size = size_of(path)
         if kind(path) in COLUMN_FILES:
             for rows, share in column_rows(path, keys, begin.number, CHUNK_BYTES):
-                after = InputPlace(index, rows[-1].number + 1)
-                yield DocumentBlock(path, 0, b"", rows, after, done + int(share * size))
+                after = InputPlace(index, rows[-1].number + 1, 0, done + int(share * size))
+                yield DocumentBlock(path, 0, b"", rows, after)
         else:
             yield from _text_blocks(path, begin, done)
         done += size
@@ -165,7 +168,7 @@ def blocks(
 
 def _text_blocks(path: str, begin: InputPlace, done: int) -> Iterator[DocumentBlock]:
     """Yield the blocks of a file of text from a place on; done: bytes of the files before it."""
-    index, number, byte = begin
+    index, number, byte, _ = begin
     stdin = path == "-"
     name = "standard input" if stdin else path
     with (
@@ -178,15 +181,14 @@ def _text_blocks(path: str, begin: InputPlace, done: int) -> Iterator[DocumentBl
             if kind(path) == ".txt":
                 if not byte:
                     data = file.read()
-                    yield DocumentBlock(
-                        path, 0, data, [], InputPlace(index, 1, len(data) or 1), done + raw.tell()
-                    )
+                    after = InputPlace(index, 1, len(data) or 1, done + raw.tell())
+                    yield DocumentBlock(path, 0, data, [], after)
                 return
             while data := file.read(CHUNK_BYTES):
                 data += file.readline()  # up to the end of its last line
                 first, number, byte = number, number + data.count(b"\n"), byte + len(data)
                 read = done + (byte if stdin else raw.tell())
-                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte), read)
+                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte, read))
         except Exception as error:  # of gzip, zlib or zstandard, whose errors have no class in common
             raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
 

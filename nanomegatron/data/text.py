@@ -29,7 +29,6 @@ from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.data.vocabulary import EOD, byte_alphabet, import_extra, write_ranks
 
 CHUNKS_PER_WORKER = 4
-_work: Callable  # of a worker process
 
 
 class Encoded(NamedTuple):
@@ -51,19 +50,16 @@ class Encoder(NamedTuple):
     append_eod: bool
     special: bool = False
 
-    def __call__(self, chunk: list[DocumentBlock]) -> tuple[list[Encoded], list[str], InputPlace, int]:
-        """Return a chunk's valid documents under each key, errors for the others, and its end.
-
-        The end is the place behind it, and the bytes read up to there.
-        """
-        good, bad, end = [], [], (chunk[-1].after, chunk[-1].read)
+    def __call__(self, chunk: list[DocumentBlock]) -> tuple[list[Encoded], list[str], InputPlace]:
+        """Return a chunk's valid documents under each key, errors for the others, and the place behind it."""
+        good, bad, place = [], [], chunk[-1].after
         for line in itertools.chain.from_iterable(block.documents() for block in chunk):
             try:
                 good.append((line, line.texts(self.keys)))
             except ValueError as error:
                 bad.append(str(error))
         try:
-            return self._columns(good), bad, *end
+            return self._columns(good), bad, place
         except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
             for document in list(good):
                 try:
@@ -71,7 +67,7 @@ class Encoder(NamedTuple):
                 except ValueError as error:
                     bad.append(f"{document[0]}: {error}")
                     good.remove(document)
-            return self._columns(good), bad, *end
+            return self._columns(good), bad, place
 
     def _columns(self, documents: list[tuple[Line | Row, list[str]]]) -> list[Encoded]:
         """Tokenize the documents' texts under each key."""
@@ -125,8 +121,7 @@ def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
 
 def _start_worker(work: Callable) -> None:
     """Keep `work`; leave Ctrl-C to the parent, and exit if it is killed: the pool would wait forever."""
-    global _work
-    _work = work
+    _run_work.work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -137,7 +132,8 @@ def _exit_with_parent() -> None:
 
 
 def _run_work(x: Any) -> Any:
-    return _work(x)
+    """Do in a worker what it keeps."""
+    return _run_work.work(x)
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, output: Path) -> str:
