@@ -13,7 +13,7 @@ import pytest
 import preprocess
 from nanomegatron.commands import verbs
 from nanomegatron.data import indexed_dataset, verify
-from nanomegatron.data.indexed_dataset import BlockHashes, IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.verify import verify_pair
 from tests.megatron_data import random_documents, write
@@ -36,20 +36,21 @@ def check(prefix: str = "d") -> tuple[list[str], str]:
     return verify_pair(prefix, 2, print)
 
 
-def test_blocks_of_hashes_do_not_depend_on_how_they_are_written(monkeypatch):
+def test_blocks_of_hashes_do_not_depend_on_how_they_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed_dataset, "HASHED_BYTES", 16)
     draw = random.Random(0)
     for size in (1, 15, 16, 17, 32, 100):
         data = draw.randbytes(size)
         expected = [hashlib.sha256(data[at : at + 16]).hexdigest() for at in range(0, size, 16)]
         for _ in range(9):
-            hashes, at = BlockHashes(), 0
-            while at < size:
-                step = draw.randint(1, 40)
-                hashes.update(memoryview(data[at : at + step]))
-                at += step
-            assert hashes.finish() == expected
-    assert BlockHashes().finish() == []
+            with IndexedDatasetBuilder(tmp_path / "x", np.uint8) as builder:
+                at = 0
+                while at < size:
+                    step = draw.randint(1, 40)
+                    builder.add_document(np.frombuffer(data[at : at + step], np.uint8))
+                    at += step
+                builder.finalize({})
+            assert json.loads((tmp_path / "x.json").read_text())["bin_sha256"].split() == expected
 
 
 def test_a_pair_of_preprocess_is_whole(tmp_path, capsys):

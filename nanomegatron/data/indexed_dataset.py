@@ -25,7 +25,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -49,28 +49,6 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
-class BlockHashes:
-    """SHA-256 of each HASHED_BYTES of a file, of the bytes in the order they are written in."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self._digest, self._room = hashlib.sha256(), HASHED_BYTES
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes."""
-        while len(data) >= self._room:
-            self._digest.update(data[: self._room])
-            data = data[self._room :]
-            self.done.append(self._digest.hexdigest())
-            self._digest, self._room = hashlib.sha256(), HASHED_BYTES
-        self._digest.update(data)
-        self._room -= len(data)
-
-    def finish(self) -> list[str]:
-        """Return the hashes of all blocks, in order; the last may be shorter."""
-        return self.done + [self._digest.hexdigest()] * (self._room < HASHED_BYTES)
-
-
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Writes a pair of files; as a context manager it removes them unless `finalize` was called."""
 
@@ -85,7 +63,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._code = codes[self.dtype.name]
         self.tokens, self.max_token = 0, -1
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._hashes = BlockHashes()
+        self._hashes: list[Any] = []  # SHA-256 of each HASHED_BYTES of the .bin
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "ab")  # noqa: SIM115
         if not lock_file(self._bin, wait=False):
@@ -127,12 +105,21 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                     f"{self.prefix}: token {wrong} ({tokens.dtype}) does not fit {self.dtype.name}"
                 )
             self.max_token = max(self.max_token, high)
-            data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).view(np.uint8).data
-            self._bin.write(data)
-            self._hashes.update(data)
+            self._write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).view(np.uint8).data)
         self.tokens += tokens.size
         self._documents.frombytes((self.sequences + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
+
+    def _write(self, data: memoryview) -> None:
+        """Write tokens behind the others, and add them to the hashes of their blocks."""
+        self._bin.write(data)
+        begin = self.tokens * self.dtype.itemsize
+        while data:
+            if begin % HASHED_BYTES == 0:
+                self._hashes.append(hashlib.sha256())
+            part = data[: HASHED_BYTES - begin % HASHED_BYTES]
+            self._hashes[-1].update(part)
+            begin, data = begin + len(part), data[len(part) :]
 
     def finalize(self, sidecar: dict | None = None) -> None:
         """Sync the pair to disk and make it loadable; `sidecar` becomes PREFIX.json."""
@@ -158,7 +145,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             hashes = {
                 "idx_sha256": index.hexdigest(),
                 "bin_block_bytes": HASHED_BYTES,
-                "bin_sha256": " ".join(self._hashes.finish()),
+                "bin_sha256": " ".join(digest.hexdigest() for digest in self._hashes),
             }
             with publish(self.prefix + ".json") as temporary:
                 temporary.write_text(json.dumps({**sidecar, **hashes}, indent=2) + "\n", encoding="utf-8")
