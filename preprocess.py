@@ -34,7 +34,7 @@ from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
 from nanomegatron.data.reading import blocks, chunks, documents, input_files, kind, size_of
 from nanomegatron.data.text import Encoder, in_order, train_tokenizer
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
+from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.data.verify import verify_pair
 
 TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
@@ -176,15 +176,8 @@ def preprocess_arguments(a: argparse.Namespace) -> list[str]:
             raise ValueError(
                 f"{idx}: a finished data set; give another --output-prefix, or --overwrite to replace it"
             )
-    return tokenize(
-        files,
-        a.output_prefix,
-        tokenizer,
-        keys,
-        a.append_eod,
-        a.workers,
-        Options(a.log_interval, a.skip_bad_lines, a.resume, a.parse_special_tokens),
-    )
+    encoder = Encoder(tokenizer, keys, a.append_eod, a.parse_special_tokens)
+    return tokenize(files, a.output_prefix, encoder, a.workers, a.log_interval, a.skip_bad_lines, a.resume)
 
 
 def check_parent(flag: str, path: str) -> None:
@@ -196,47 +189,32 @@ def check_parent(flag: str, path: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Options:
-    """How `tokenize` runs: documents between lines of progress, bad lines that it leaves out, --resume.
-
-    special: special tokens in a text are those tokens.
-    """
-
-    log_interval: int | None = None
-    skip_bad_lines: int = 0
-    resume: bool = False
-    special: bool = False
-
-
 def tokenize(
     files: list[str],
     prefix: str | Path,
-    tokenizer: Tokenizer,
-    keys: tuple[str, ...] = ("text",),
-    append_eod: bool = True,
+    encoder: Encoder,
     workers: int = 1,
-    options: Options = Options(),
+    log_interval: int | None = None,
+    skip_bad_lines: int = 0,
+    resume: bool = False,
 ) -> list[str]:
     """Tokenize files to PREFIX_KEY_document.{bin,idx,json} for each key; returns a line of report for each.
 
-    Bad lines that are left out are listed in PREFIX.skipped. Raises ValueError for one more than the options
-    allow, and if there is no token at all; then no file of these names has changed.
+    Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. Raises ValueError for one
+    more, and if there is no token at all; then no file of these names has changed.
     """
-    facts = {"append_eod": append_eod} | ({"parse_special_tokens": True} if options.special else {})
-    around = {"prefix_ids": [*tokenizer.prefix_ids], "suffix_ids": [*tokenizer.suffix_ids]}
-    facts |= {name: ids for name, ids in around.items() if ids}
-    work = Encoder(tokenizer, keys, append_eod, options.special)
-    with DatasetOutput(prefix, tokenizer, keys, facts).open(files, options.resume) as output:
+    with DatasetOutput(prefix, encoder).open(files, resume) as output:
         if output.documents:
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
-        with Progress(sum(map(size_of, files)), options.log_interval, output.place.read) as progress:
-            pieces = chunks(blocks(files, keys, output.place))
-            for encoded, bad, place in in_order(work, pieces, workers):
+        with Progress(sum(map(size_of, files)), log_interval, output.place.read) as progress:
+            pieces = chunks(blocks(files, encoder.keys, output.place))
+            for encoded, bad, place in in_order(encoder, pieces, workers):
                 skipped = output.skipped + bad
-                most = options.skip_bad_lines
-                if len(skipped) > most:
-                    raise ValueError(f"{skipped[most]}; --skip-bad-lines N leaves out up to N, here {most}")
+                if len(skipped) > skip_bad_lines:
+                    raise ValueError(
+                        f"{skipped[skip_bad_lines]}; --skip-bad-lines N leaves out up to N, here "
+                        f"{skip_bad_lines}"
+                    )
                 output.add(encoded, bad, place)
                 progress.wrote(output.documents, output.tokens, place.read)
         return output.finish()
@@ -311,49 +289,43 @@ def prepare_embedded(
     entries trained on the text, or bytes where the tokenizers library is missing.
     """
     folder = root / f"python-{platform.python_version()}"
-    bpe = importlib.util.find_spec("tokenizers") is not None
+    model = folder / f"bpe-{vocab}.tiktoken"
+    bpe = model.exists() or importlib.util.find_spec("tokenizers") is not None
     name = f"bpe-{vocab}" if bpe else "bytes"
-    if found := _prepared(folder, f"bpe-{vocab}") or _prepared(folder, name):
+    texts = [folder / "train.jsonl", folder / "valid.jsonl"]
+    prefixes = [folder / f"{text.stem}-{name}" for text in texts]
+    pairs = [f"{prefix}_text_document" for prefix in prefixes]
+    needed = [Path(f"{pair}.idx") for pair in pairs] + [model] * bpe
+    found = Embedded(
+        pairs[0],
+        pairs[1],
+        "TikTokenizer" if bpe else "ByteTokenizer",
+        str(model) if bpe else None,
+        "" if bpe else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE",
+    )
+    if all(path.exists() for path in needed):
         return found
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / "lock"):
-        if found := _prepared(folder, name):
-            return found
-        texts = {split: folder / f"{split}.jsonl" for split in ("train", "valid")}
-        if not all(path.exists() for path in texts.values()):
-            report(collect_stdlib(texts["train"], texts["valid"]))
-        model = folder / f"{name}.tiktoken" if bpe else None
-        if model and not model.exists():
-            sources = (line.texts(("text",))[0] for line in documents([str(texts["train"])]))
+        if not all(path.exists() for path in texts):
+            report(collect_stdlib(*texts))
+        if bpe and not model.exists():
+            sources = (line.texts(("text",))[0] for line in documents([str(texts[0])]))
             report(train_tokenizer(sources, vocab, model))
-        tokenizer = build_tokenizer("TikTokenizer" if bpe else "ByteTokenizer", str(model))
-        for split, path in texts.items():
-            prefix, workers = folder / f"{split}-{name}", min(2, os.cpu_count() or 1)
-            for line in tokenize([str(path)], prefix, tokenizer, workers=workers if split == "train" else 1):
-                report(line)
-        return _prepared(folder, name)
-
-
-def _prepared(folder: Path, name: str) -> Embedded | None:
-    prefixes = [folder / f"{split}-{name}_text_document" for split in ("train", "valid")]
-    model = None if name == "bytes" else folder / f"{name}.tiktoken"
-    needed = [Path(f"{prefix}.idx") for prefix in prefixes] + ([model] if model else [])
-    if not all(path.exists() for path in needed):
-        return None
-    return Embedded(
-        str(prefixes[0]),
-        str(prefixes[1]),
-        "TikTokenizer" if model else "ByteTokenizer",
-        str(model) if model else None,
-        "" if model else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE",
-    )
+        encoder = Encoder(build_tokenizer(found.tokenizer_type, found.tokenizer_model))
+        for text, prefix, index, workers in zip(texts, prefixes, needed, (min(2, os.cpu_count() or 1), 1)):
+            if not index.exists():
+                for line in tokenize([str(text)], prefix, encoder, workers):
+                    report(line)
+    return found
 
 
 def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
     """Write Python's own *.py files as JSON Lines, every 50th held out; returns a line of report."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    names = sorted(path.as_posix() for path in paths if not skipped & {*path.parts})
     count = size = 0
     with publish(valid_jsonl) as valid, publish(train_jsonl) as train:
         with (
@@ -361,8 +333,6 @@ def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
             open(valid, "w", encoding="utf-8") as valid_file,
         ):
             for name in names:
-                if skipped & set(name.split("/")):
-                    continue
                 try:
                     text = (root / name).read_bytes().decode()
                 except (OSError, UnicodeDecodeError):

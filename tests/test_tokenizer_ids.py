@@ -12,6 +12,7 @@ import pytest
 
 import preprocess
 from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.text import Encoder
 from nanomegatron.data.tokenizer import EOD
 from tests.tokenizer_shapes import SHAPES, SPECIAL, Shape, strange
 
@@ -31,8 +32,8 @@ def check(shape: Shape, texts: list[str], folder: Path, workers: int = 1) -> Non
         for text, ids in zip(texts, expected):
             assert parse or shape.ours.encode(text) == ids, repr(text)
         assert_many(shape, texts, parse)
-        options = preprocess.Options(special=parse)
-        preprocess.tokenize([str(source)], folder / "x", shape.ours, ("text",), False, workers, options)
+        encoder = Encoder(shape.ours, append_eod=False, special=parse)
+        preprocess.tokenize([str(source)], folder / "x", encoder, workers)
         data = IndexedDataset(f"{folder}/x_text_document")
         written = [data[i] for i in range(len(data))]
         some = [i for i, ids in enumerate(expected) if ids]  # a document without a token is no sequence

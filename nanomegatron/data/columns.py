@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nanomegatron.config.check_model import plain_text_hint
 from nanomegatron.config.user_files import read_json
+from nanomegatron.data.vocabulary import import_extra
 
 COLUMN_FILES = (".parquet", ".arrow")
 
@@ -92,7 +93,7 @@ def column_rows(path: str, keys: tuple[str, ...], first: int, size: int) -> Iter
 
     Raises ValueError if a column is missing or no column of strings, and for a damaged file.
     """
-    arrow, number = importlib.import_module("pyarrow"), 1
+    arrow, number = import_extra("pyarrow", f"--input {path}"), 1
     read = _parquet if path.lower().endswith(".parquet") else _arrow
     try:
         for batch, share in read(arrow, path, keys, size):

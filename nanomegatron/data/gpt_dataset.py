@@ -38,11 +38,10 @@ from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
 from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.document_dataset import DocumentDataset
+from nanomegatron.data.identity import SPLITS
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.samples import Samples
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
-
-_SPLITS = ("train", "valid", "test")
 
 
 class GPTDataset(Samples):
@@ -233,7 +232,7 @@ def build_datasets(
     else:
         sources = _sources(data, tokenizer)
     sources = [(parts if number else [], weights) for (parts, weights), number in zip(sources, num_samples)]
-    for split, (parts, _) in zip(_SPLITS, sources):
+    for split, (parts, _) in zip(SPLITS, sources):
         for indexed, (start, stop), _ in parts:
             tokens = int(indexed.sequence_lengths[start:stop].sum(dtype=np.int64))
             if tokens < data.seq_length + 1 and not data.variable_seq_lengths:
@@ -289,7 +288,7 @@ def _blends(data: DataConfig) -> list[Blend]:
             raise ValueError(f"{flag}: the file holds what --data-path would say; give one of the two")
     if words:
         return [parse_blend(words, flag)] * 3
-    each = [parse_blend(getattr(data, f"{split}_data_path"), f"--{split}-data-path") for split in _SPLITS]
+    each = [parse_blend(getattr(data, f"{split}_data_path"), f"--{split}-data-path") for split in SPLITS]
     if not any(blend.prefixes for blend in each):
         raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
     return [blend if len(blend.prefixes) > 1 else blend._replace(weights=None) for blend in each]

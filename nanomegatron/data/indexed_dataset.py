@@ -119,7 +119,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 self._hashes.append(hashlib.sha256())
             part = data[: HASHED_BYTES - begin % HASHED_BYTES]
             self._hashes[-1].update(part)
-            begin, data = begin + len(part), data[len(part) :]
+            begin += len(part)
+            data = data[len(part) :]
 
     def finalize(self, sidecar: dict | None = None) -> None:
         """Sync the pair to disk and make it loadable; `sidecar` becomes PREFIX.json."""

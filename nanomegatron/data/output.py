@@ -26,8 +26,8 @@ from nanomegatron.config.user_files import read_json
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, publish
 from nanomegatron.data.reading import InputPlace
 from nanomegatron.data.samples import marks
-from nanomegatron.data.text import Encoded
-from nanomegatron.data.tokenizer import Tokenizer, ends_of_text, named_ids
+from nanomegatron.data.text import Encoded, Encoder
+from nanomegatron.data.tokenizer import ends_of_text, named_ids
 
 SHARD_BYTES = 1 << 26  # of text
 Chunk = tuple[list[Encoded], list[str], InputPlace]  # under each key, lines left out, the place behind it
@@ -36,17 +36,13 @@ Chunk = tuple[list[Encoded], list[str], InputPlace]  # under each key, lines lef
 class DatasetOutput:
     """Builds the data sets of a run; `place` is where reading resumes behind what they hold."""
 
-    def __init__(
-        self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], facts: dict[str, Any]
-    ):
-        """facts: what the .json says of how the ids were made."""
+    def __init__(self, prefix: str | Path, encoder: Encoder) -> None:
         self.prefix = str(prefix)
-        self.tokenizer = tokenizer
-        self.keys = keys
-        self._facts = facts
+        self.encoder = encoder
+        self._tokenizer = encoder.tokenizer
         self.place = InputPlace()
         self.skipped: list[str] = []
-        self._sizes: list[list[np.ndarray]] = [[] for _ in keys]  # bytes of text of each sequence
+        self._sizes: list[list[np.ndarray]] = [[] for _ in encoder.keys]  # bytes of text of each sequence
         self._unfinished: Path | None = None  # the folder of shards
         self._shards = 0
         self._open: list[Chunk] = []  # the shard that is not complete
@@ -56,8 +52,8 @@ class DatasetOutput:
     def open(self, files: list[str], resume: bool) -> Iterator["DatasetOutput"]:
         """Open the builders; `resume`: go on from the shards of an earlier run, and keep this one's."""
         with contextlib.ExitStack() as stack:
-            dtype = best_dtype(self.tokenizer.vocab_size)
-            names = [f"{self.prefix}_{key}_document" for key in self.keys]
+            dtype = best_dtype(self._tokenizer.vocab_size)
+            names = [f"{self.prefix}_{key}_document" for key in self.encoder.keys]
             self.builders = [stack.enter_context(IndexedDatasetBuilder(name, dtype)) for name in names]
             if resume:
                 self._unfinished = Path(f"{self.prefix}.unfinished")
@@ -92,7 +88,7 @@ class DatasetOutput:
         """Write the open shard to the disk."""
         skipped = [line for _, lines, _ in self._open for line in lines]
         facts = {"place": np.array(self.place, np.int64), "skipped": json.dumps(skipped)}
-        for k in range(len(self.keys)):
+        for k in range(len(self.encoder.keys)):
             columns = zip(*(parts[k] for parts, _, _ in self._open))
             facts |= {f"{name} {k}": np.concatenate(c) for name, c in zip(Encoded._fields, columns)}
         with publish(self._shard(self._shards)) as temporary, open(temporary, "wb") as file:
@@ -109,7 +105,11 @@ class DatasetOutput:
             raise ValueError("--resume: standard input cannot be read again; give files")
         status = [(os.path.abspath(file), os.stat(file)) for file in files]
         facts = {f"file {i + 1}": [name, s.st_size, s.st_mtime_ns] for i, (name, s) in enumerate(status)}
-        facts |= {"keys": list(self.keys), **self._facts, "tokenizer": self.tokenizer.fingerprint}
+        facts |= {
+            "keys": list(self.encoder.keys),
+            **self.encoder.facts(),
+            "tokenizer": self._tokenizer.fingerprint,
+        }
         path = self._unfinished / "run.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class DatasetOutput:
 
     def _take_up(self) -> None:
         """Write what complete shards hold, and drop those behind the first that is damaged."""
-        while (chunk := read_shard(self._shard(self._shards), len(self.keys))) is not None:
+        while (chunk := read_shard(self._shard(self._shards), len(self.encoder.keys))) is not None:
             parts, skipped, place = chunk
             self._write(parts, skipped, place)
             self._shards += 1
@@ -154,9 +154,9 @@ class DatasetOutput:
                     text_bytes=int(text_bytes[-1]),
                     text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
                     max_token=builder.max_token,
-                    **self._facts,
-                    tokenizer=self.tokenizer.spec,
-                    fingerprint=self.tokenizer.fingerprint,
+                    **self.encoder.facts(),
+                    tokenizer=self._tokenizer.spec,
+                    fingerprint=self._tokenizer.fingerprint,
                 )
             )
         if self.skipped:
@@ -175,9 +175,9 @@ class DatasetOutput:
 
     def _ends(self) -> str:
         """What the tokenizer puts around each document, for the report; "" if nothing."""
-        text = ends_of_text(self.tokenizer)
-        if self.tokenizer.suffix_ids and self._facts.get("append_eod"):
-            text += f", then {named_ids(self.tokenizer, [self.tokenizer.eod])} of --append-eod"
+        text = ends_of_text(self._tokenizer)
+        if self._tokenizer.suffix_ids and self.encoder.append_eod:
+            text += f", then {named_ids(self._tokenizer, [self._tokenizer.eod])} of --append-eod"
         return f"; each document {text}" if text else ""
 
 

@@ -120,10 +120,6 @@ def input_files(patterns: Iterable[str]) -> list[str]:
                 f"--input {file}: must end in .jsonl, .json or .txt, optionally followed by .gz or .zst, "
                 "or in .parquet or .arrow"
             )
-        if file.lower().endswith(".zst"):
-            import_extra("zstandard", f"--input {file}")
-        if kind(file) in COLUMN_FILES:
-            import_extra("pyarrow", f"--input {file}")
     return files
 
 
@@ -178,17 +174,12 @@ def _text_blocks(path: str, begin: InputPlace, done: int) -> Iterator[DocumentBl
         try:
             for at in range(0, byte, SKIP_BYTES):
                 file.read(min(SKIP_BYTES, byte - at))
-            if kind(path) == ".txt":
-                if not byte:
-                    data = file.read()
-                    after = InputPlace(index, 1, len(data) or 1, done + raw.tell())
-                    yield DocumentBlock(path, 0, data, [], after)
-                return
-            while data := file.read(CHUNK_BYTES):
+            text = kind(path) == ".txt"
+            while data := file.read(-1 if text else CHUNK_BYTES):
                 data += file.readline()  # up to the end of its last line
                 first, number, byte = number, number + data.count(b"\n"), byte + len(data)
-                read = done + (byte if stdin else raw.tell())
-                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte, read))
+                after = InputPlace(index, number, byte, done + (byte if stdin else raw.tell()))
+                yield DocumentBlock(name, 0 if text else first, data, [], after)
         except Exception as error:  # of gzip, zlib or zstandard, whose errors have no class in common
             raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
 

@@ -46,9 +46,18 @@ class Encoder(NamedTuple):
     """
 
     tokenizer: Tokenizer
-    keys: tuple[str, ...]
-    append_eod: bool
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = True
     special: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """What the .json says of how the ids were made."""
+        found = {
+            "parse_special_tokens": self.special,
+            "prefix_ids": [*self.tokenizer.prefix_ids],
+            "suffix_ids": [*self.tokenizer.suffix_ids],
+        }
+        return {"append_eod": self.append_eod} | {name: value for name, value in found.items() if value}
 
     def __call__(self, chunk: list[DocumentBlock]) -> tuple[list[Encoded], list[str], InputPlace]:
         """Return a chunk's valid documents under each key, errors for the others, and the place behind it."""
