@@ -300,12 +300,12 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
     Raises ValueError if neither is known.
     """
     if not data.tokenizer_type and not data.mock_data:
-        spec, folder = tokenizer_of_data(data)
+        spec, prefix = tokenizer_of_data(data)
         try:
-            return tokenizer_from_spec(spec, folder)
+            return tokenizer_from_spec(spec, Path(prefix).parent)
         except ValueError as error:
             why = escaped(str(error), keep="")
-            raise ValueError(f"{_first_prefix(data)}.json: the tokenizer that made the data: {why}") from None
+            raise ValueError(f"{prefix}.json: the tokenizer that made the data: {why}") from None
     kind = data.tokenizer_type or "NullTokenizer"
     tokenizer = build_tokenizer(
         kind,
@@ -333,17 +333,13 @@ def _special_tokens_around(data: DataConfig) -> bool:
     return spec.get("include_special_tokens", False)
 
 
-def _first_prefix(data: DataConfig) -> str:
-    return next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
-
-
-def tokenizer_of_data(data: DataConfig) -> tuple[dict[str, Any], Path]:
-    """Return the description of the tokenizer that made the data, and its folder. Raises ValueError."""
-    prefix = _first_prefix(data)
+def tokenizer_of_data(data: DataConfig) -> tuple[dict[str, Any], str]:
+    """Return the description of the tokenizer that made the first data, and its prefix. Raises ValueError."""
+    prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
     sidecar = IndexedDataset(prefix).sidecar()
     if sidecar is None:
         raise ValueError(f"{prefix}.json does not say which tokenizer made the data: give --tokenizer-type")
-    return sidecar["tokenizer"], Path(prefix).parent
+    return sidecar["tokenizer"], prefix
 
 
 def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDataset, Path]:

@@ -115,7 +115,6 @@ class DatasetOutput:
             path.parent.mkdir(parents=True, exist_ok=True)
             with publish(path) as temporary:
                 temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            return
         try:
             earlier = read_json(path)
         except ValueError:
@@ -166,10 +165,9 @@ class DatasetOutput:
             shutil.rmtree(self._unfinished)
         seconds = time.monotonic() - self._start
         left_out = [f"{self.prefix}.skipped: {len(self.skipped)} lines left out"] * bool(self.skipped)
-        ends = self._ends()
         return left_out + [
             f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), "
-            f"{b.tokens:,} tokens, {size[-1] / b.tokens:.2f} bytes a token, {seconds:.1f} s{ends}"
+            f"{b.tokens:,} tokens, {size[-1] / b.tokens:.2f} bytes a token, {seconds:.1f} s{self._ends()}"
             for b, size in zip(self.builders, before)
         ]
 

@@ -174,14 +174,16 @@ def _text_blocks(path: str, begin: InputPlace, done: int) -> Iterator[DocumentBl
         try:
             for at in range(0, byte, SKIP_BYTES):
                 file.read(min(SKIP_BYTES, byte - at))
-            text = kind(path) == ".txt"
-            while data := file.read(-1 if text else CHUNK_BYTES):
+            size = CHUNK_BYTES
+            if kind(path) == ".txt":  # one document, of all there is
+                size, number = -1, 0
+            while data := file.read(size):
                 data += file.readline()  # up to the end of its last line
                 first, number, byte = number, number + data.count(b"\n"), byte + len(data)
                 after = InputPlace(index, number, byte, done + (byte if stdin else raw.tell()))
-                yield DocumentBlock(name, 0 if text else first, data, [], after)
+                yield DocumentBlock(name, first, data, [], after)
         except Exception as error:  # of gzip, zlib or zstandard, whose errors have no class in common
-            raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
+            raise ValueError(f"{path}: damaged behind line {max(0, number - 1)} ({error})") from None
 
 
 def documents(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterator[Line | Row]:
