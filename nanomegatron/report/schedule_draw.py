@@ -18,11 +18,6 @@ TERMINAL = {  # colours of the paper and the ink, of 256
     "W": "48;5;36;38;5;16",
     "BW": "48;5;166;38;5;16",
 }
-    "F": "48;5;25;38;5;231",
-    "B": "48;5;214;38;5;16",
-    "W": "48;5;36;38;5;16",
-    "BW": "48;5;166;38;5;16",
-}
 IDLE = "#ebebeb"
 HEIGHT = 0.84  # of a bar; the distance of rows is 1
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
