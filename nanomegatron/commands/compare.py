@@ -5,8 +5,6 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,6 @@ from nanomegatron.report.plots import PALETTE, smoothed, smoothing_reach
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl
 
-ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
 MARKERS = "osD^vP"  # of runs that overlap
 Cells = list[list[str]]  # the header, which begins with the table's title, and rows, each with its name
 TEXT_SETTINGS = "data_path train_data_path mock_data tokenizer_type tokenizer_model vocab_size".split()
@@ -146,10 +143,6 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
                 f"largest relative difference of losses over {len(both)} steps: {gap:.1e} "
                 f"(at step {first.steps[at]['iteration']})"
             )
-        equal = len(list(takewhile(lambda pair: pair[0] <= ROUNDED, gaps)))
-        if 1 < equal < len(both):
-            text += f"; up to {ROUNDED:g} in the first {equal} steps"
-            text += ", then rounding grows" * (result_settings(first) == result_settings(run))
         sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
         if sizes[0] != sizes[1]:
             text += "; batch or sequence differ: only steps that end at equal tokens are compared"
@@ -159,12 +152,6 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         lines.append(f"{run.name} and {first.name}: {text}")
         largest = math.nan if math.isnan(largest + gap) else max(largest, gap)
     return lines, largest
-
-
-def result_settings(run: RecordedRun) -> tuple[Any, ...]:
-    """Return the settings that decide losses in exact arithmetic: those of any layout."""
-    config, lengths = run.config, (run.config.run.train_iters, run.config.run.seed)
-    return config.model, config.precision, config.optimizer, replace(config.data, micro_batch_size=1), lengths
 
 
 def relative_gap(a: float, b: float) -> float:
