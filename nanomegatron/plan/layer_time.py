@@ -151,13 +151,11 @@ class LayerTimes:
         parts[1]["other kernels"] = self._move(8 * moved + 5 * acted)
         weights = sizes.local_experts * f * h * (3 if model.gated else 2)
         parts[2]["other kernels"] = cluster.move(12 * weights)  # gradients in 16 bits, then added in fp32
-        ranks = sizes.parallel.expert_model_parallel_size * sizes.etp
+        ep = sizes.parallel.expert_model_parallel_size
+        ranks = held = ep * sizes.etp
         tokens = sizes.tokens / sizes.config.sequence_cut
         if model.moe_token_dispatcher_type == "alltoall":
-            ep = sizes.parallel.expert_model_parallel_size
             held = ep * (1 - (1 - 1 / ep) ** model.moe_router_topk)  # ranks with any of a token's experts
-        else:
-            held = ranks
         seconds = 2 * cluster.collective(tokens * h * sizes.item * held, ranks)
         for part in parts[:2]:
             part["ep communication"] = seconds
@@ -186,16 +184,15 @@ class LayerTimes:
         sizes, cluster = self.sizes, self.cluster
         if sizes.parallel.context_parallel_size == 1:
             return ops
-        kv, stride = 2 * sizes.g * sizes.value, sizes.tp
         if mode.heads > 1:
             whole = (2 * sizes.n + 2 * sizes.g) * sizes.value
             for op in ops[:2]:
-                op["cp communication"] += cluster.collective(whole, mode.heads, stride)
+                op["cp communication"] += cluster.collective(whole, mode.heads, sizes.tp)
         if mode.keys > 1:
-            sent = kv * mode.keys
-            times = [cluster.collective(sent, mode.keys, stride * mode.heads) for _ in range(2)]
-            times[1] *= 3  # keys again, and sums of their gradients in fp32
-            for op, seconds, compute in zip(ops, times, attention):
+            sent = 2 * sizes.g * sizes.value * mode.keys
+            once = cluster.collective(sent, mode.keys, sizes.tp * mode.heads)
+            # The backward sends keys again, and sums of their gradients in fp32.
+            for op, seconds, compute in zip(ops, (once, 3 * once), attention):
                 beside = 0.0 if mode.gathered else min(seconds, compute * (mode.keys - 1) / mode.keys)
                 op["cp communication"] += seconds - beside
         return ops

@@ -112,11 +112,11 @@ def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTim
         parts += pipeline_waits(config, cluster, sizes, order, seconds, simulated)
     own = [layer for stage in slowest for layer in layers[stage]]
     parts["launches"] = launches(run, cluster, own, microbatches, busy)
-    ends = 0 in slowest, last in slowest
-    groups = param_groups(config, sizes, vocab, own, ends)
+    groups = param_groups(config, sizes, vocab, own, (0 in slowest, last in slowest))
     forward = sum(seconds[stage][0] for stage in slowest)
-    f_and_b = forward, micro.total() - forward
-    parts["dp communication"] += data_parallel(config, sizes, cluster, groups, f_and_b, microbatches)
+    backward = micro.total() - forward
+    exposed = data_parallel(config, sizes, cluster, groups, forward, backward, microbatches)
+    parts["dp communication"] += exposed
     parts["optimizer"] = optimizer(config, cluster, groups)
     return StepTime({part: parts[part] for part in STEP_PARTS}, run, cluster)
 
@@ -190,14 +190,15 @@ def data_parallel(
     sizes: Sizes,
     cluster: Cluster,
     groups: list[ParamGroup],
-    micro: tuple,
+    forward: float,
+    backward: float,
     microbatches: int,
 ) -> float:
     """Return the exposed seconds of reducing gradients and gathering parameters.
 
-    groups: of the rank, dense and experts'; micro: its seconds of F, and of B and W, in one microbatch.
+    groups: of the rank, dense and experts'; forward, backward: its seconds of F, of B and W, in a microbatch.
     """
-    parallel, (forward, backward) = config.parallel, micro
+    parallel = config.parallel
     grad, item = ITEMSIZE[config.grad_dtype_name], sizes.item
     item = 1 if parallel.sharding != "no_shard" and config.precision.optimizer_casts(True) else item
     strides = sizes.tp, sizes.etp * parallel.expert_model_parallel_size
