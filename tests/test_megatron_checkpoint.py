@@ -401,4 +401,4 @@ def test_training_continues_from_the_legacy_format(oracle, repeated, tmp_path):
     for name, why in (("other", "in distrib_optim.pt; save as torch_dist"), ("other-dist", "a distributed")):
         manifest = open_megatron(tmp_path / name, build_config(settings("llama")).model, VOCAB)
         assert not any(key.startswith("exp_avg/") for key in manifest.tensors)
-        assert f"its weights only, no optimizer states: they are {why}" in manifest.format["notes"][0]
+        assert f"its weights only, no optimizer states: they are {why}" in manifest.notes[1]

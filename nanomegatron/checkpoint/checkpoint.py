@@ -210,8 +210,7 @@ def load(
         return None
     if pieces:
         formats.check_layout(found, manifest, mesh)
-    if manifest.format.get("foreign"):
-        notes = [*notes, f"{found} has no manifest of ours: no hash says whether it is damaged"]
+    notes = [*notes, *manifest.notes]
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
     new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
     if new:
@@ -320,7 +319,7 @@ def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mes
     if missing := [p.key for p in pieces if not (p.optional or p.key in manifest.tensors)]:
         raise CheckpointError(f"{folder}: {missing[0]} is missing, and {len(missing) - 1} more")
     agreed(mesh, f"{folder} cannot be read:", formats.fill, folder, manifest, there)
-    return [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
+    return manifest.notes
 
 
 def _best(piece: Piece, manifest: Manifest) -> Piece:

@@ -172,7 +172,7 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     model = replace(config.model, max_position_embeddings=length)
     config = replace(config, model=model, checkpoint=replace(config.checkpoint, load=None))
     manifest = open_megatron(folder, model, config.data.vocab_size)
-    notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
+    notes = list(manifest.notes)
     if "--vocab-size" in " ".join(flags):
         notes.append(f"rows of the vocabulary from {config.data.vocab_size} on are left out, as padding")
     source = SourceModel(root, config, streams_of(folder, manifest), notes=notes)

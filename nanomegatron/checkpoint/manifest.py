@@ -36,6 +36,7 @@ RANK_FILES = {  # --ckpt-format
 METADATA = ".metadata"  # of torch_dist
 CRC_BLOCK = 16 * 2**20  # bytes of a file that have a CRC-32 of their own
 OTHER_VERSION = "update the program, or go on with the one that wrote it"  # ends the error message
+UNHASHED = "no hash says whether it is damaged"  # of a folder that another program saved
 RANGES_LIMIT = 2**24  # twenty times what 405B parameters on 16,384 ranks need
 MAX_DIMS = 6  # of a tensor: the time to check it doubles with each
 ITEM_BYTES = {  # by safetensors' names of the types
@@ -98,7 +99,7 @@ class Manifest:
     tensors: dict[str, SavedTensor]
     files: dict[int, SavedFile]
     format: dict[str, Any] = field(default_factory=dict)  # its "name", and what it needs; {}: sharded
-    notes: list[str] = field(default_factory=list)  # of a load, for the user
+    notes: list[str] = field(default_factory=list)  # of who opens or loads it, for the user
 
     @property
     def named_files(self) -> dict[str, SavedFile]:

@@ -173,11 +173,11 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
         lines = some(list(dict.fromkeys(errors)))
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *lines]))
     format = {"name": "megatron", "foreign": True, "moves": moves, "source": source}
-    format["notes"] = source.format.get("notes", [])
+    notes = list(source.notes)
     if any(key.startswith("optimizer.distributed.") for key in tensors):
         why = "a distributed optimizer's without --dist-ckpt-optim-fully-reshardable"
-        format["notes"] = [f"{folder}: its weights only, no optimizer states: they are {why}"]
-    return Manifest(0, {}, "", found, source.files, format)
+        notes.append(f"{folder}: its weights only, no optimizer states: they are {why}")
+    return Manifest(0, {}, "", found, source.files, format, notes)
 
 
 def _misshapen(key: str, spot: Spot, saved: SavedTensor) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 from nanomegatron.checkpoint.archive import Archive, open_archive
 from nanomegatron.checkpoint.files import DTYPES
 from nanomegatron.checkpoint.manifest import (
+    UNHASHED,
     CheckpointError,
     Manifest,
     Range,
@@ -87,8 +88,8 @@ def read_legacy(folder: Path) -> Manifest:
         check_manifest(found, files)
     except Exception as error:
         raise CheckpointError(f"{folder}: {error}; are all mp_rank_* there?") from None
-    format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "notes": notes}
-    return Manifest(0, {}, "", found, files, format)
+    format = {"name": "megatron-legacy", "foreign": True, "entries": entries}
+    return Manifest(0, {}, "", found, files, format, [f"{folder}: {UNHASHED}", *notes])
 
 
 def _rank_file(path: Path, archive: Archive, args: dict[str, Any]) -> RankFile:

@@ -34,6 +34,7 @@ from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_
 from nanomegatron.checkpoint.folder import MANIFEST, index_path
 from nanomegatron.checkpoint.manifest import (
     METADATA,
+    UNHASHED,
     CheckpointError,
     Manifest,
     Range,
@@ -172,7 +173,8 @@ def read_foreign(folder: Path) -> Manifest:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / METADATA} lacks what it must have ({error!r})") from None
     step = int(re.sub("[^0-9]", "", folder.name) or 0)
-    return Manifest(step, {}, "", tensors, files, {"name": "torch_dist", "foreign": True, "entries": entries})
+    format = {"name": "torch_dist", "foreign": True, "entries": entries}
+    return Manifest(step, {}, "", tensors, files, format, [f"{folder}: {UNHASHED}"])
 
 
 def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dict]]:
