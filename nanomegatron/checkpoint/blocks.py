@@ -14,7 +14,6 @@ No torch here: the process that writes checkpoints (checkpoint/writer.py) starts
 import hashlib
 import os
 import stat
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,18 +101,12 @@ def verify_files(files: Mapping[Path, SavedFile], threads: int, integrity: bool 
     """
     jobs = [(path, file, None) for path, file in files.items() if integrity or not file.crc32]
     jobs += [(path, file, i) for path, file in files.items() for i in range(len(file.crc32))]
-    own = threading.local()
-
-    def verify(job: tuple[Path, SavedFile, int | None]) -> None:
-        if not hasattr(own, "buffer"):  # one for each thread
-            own.buffer = memoryview(bytearray(min(CRC_BLOCK, max(f.bytes for f in files.values()))))
-        _verify(*job, own.buffer)
-
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(verify, jobs))  # raises the first error, in the order of the files; cancels the rest
+        # Raises the first error, in the order of the files, and cancels the rest.
+        list(pool.map(lambda job: _verify(*job), jobs))
 
 
-def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryview) -> None:
+def _verify(path: Path, expected: SavedFile, index: int | None) -> None:
     """Check a block of a file by its CRC-32, or with `index` None the file by its SHA-256."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -124,10 +117,10 @@ def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryvi
                 raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
             return
         begin = index * CRC_BLOCK
-        wanted = buffer[: min(CRC_BLOCK, expected.bytes - begin)]
+        end = min(begin + CRC_BLOCK, expected.bytes)
         file.seek(begin)
-        if file.readinto(wanted) < len(wanted) or zlib.crc32(wanted) != expected.crc32[index]:
+        data = file.read(end - begin)
+        if len(data) < end - begin or zlib.crc32(data) != expected.crc32[index]:
             raise CheckpointError(
-                f"{path} is damaged: "
-                f"the CRC-32 of bytes {begin} to {begin + len(wanted) - 1} is not the manifest's"
+                f"{path} is damaged: the CRC-32 of bytes {begin} to {end - 1} is not the manifest's"
             )
