@@ -179,9 +179,14 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     iteration, samples = megatron_progress(folder)
     if samples is None or not source.of_kind("exp_avg"):
         return source.only("model/")
-    state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
     scaler = scaler_numbers(LossScaler(config.precision, torch.device("cpu")))
-    state["optimizer"] = {"good_steps": iteration, "loss_scaler": scaler}
+    state = {
+        "iteration": iteration,
+        "consumed_samples": samples,
+        "skipped_samples": 0,
+        "data_samples": [],
+        "optimizer": {"good_steps": iteration, "loss_scaler": scaler},
+    }
     source = replace(source, state=state)
     if config.precision.bf16 or config.precision.fp16:
         return replace(source, streams=main_from_weights(source.streams) | source.streams)

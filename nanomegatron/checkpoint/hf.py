@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -94,9 +95,16 @@ decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   tra
 decoder.final_layernorm                         transformer.ln_f
 output_layer                                    lm_head
 """
-WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL, "phi3": LLAMA + PHI3}
-WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
-WEIGHT_TABLES |= dict.fromkeys(("olmo2", "gemma2", "gemma3_text"), LLAMA + NORMS_AFTER)
+WEIGHT_TABLES = {
+    "gpt2": GPT2,
+    "mixtral": LLAMA + MIXTRAL,
+    "phi3": LLAMA + PHI3,
+    "qwen2_moe": LLAMA + QWEN_MOE,
+    "qwen3_moe": LLAMA + QWEN_MOE,
+    "olmo2": LLAMA + NORMS_AFTER,
+    "gemma2": LLAMA + NORMS_AFTER,
+    "gemma3_text": LLAMA + NORMS_AFTER,
+}
 HEADER = ".header"  # NAME.header: the bytes of weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 TOKENIZER_FILES = {  # names of our tokenizers' files in a Hugging Face folder
@@ -166,8 +174,7 @@ def places(shapes: Mapping[str, Sequence[int]], family: str, theirs: Iterable[st
         found[ours] = Place(name, transposed, index, (0,) * count)
         rows[name][index] = shape[0]
     if unknown:
-        more = f" and {len(unknown) - 8} more" * (len(unknown) > 8)
-        names = f"{', '.join(unknown[:8])}{more}"
+        names = ", ".join(some(unknown))
         raise ValueError(f"{names}: the Hugging Face family {family} has nothing like it")
     return {
         ours: replace(place, rows=tuple(rows[place.name].get(i, 0) for i in range(len(place.rows))))

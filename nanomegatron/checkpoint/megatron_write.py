@@ -43,16 +43,38 @@ from nanomegatron.config.settings import Config
 from nanomegatron.pick_variants import build_schedule, pick_schedules
 
 LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
-PREFIXES = {"model": "", "main": "optimizer.state.param."}
-PREFIXES |= {kind: f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq")}
-FORM = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-FORM |= {"distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": False}
+PREFIXES = {
+    "model": "",
+    "main": "optimizer.state.param.",
+    "exp_avg": "optimizer.state.exp_avg.",
+    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+}
+FORM = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+}
 # What groups have besides: Megatron's marks, and settings of torch's AdamW that Transformer Engine ignores.
-MARKS = {"bias_correction": True, "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
-MARKS |= dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
-MARKS |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
-FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
+MARKS = {
+    "bias_correction": True,
+    "lr_mult": 1.0,
+    "is_decoupled_lr": False,
+    "default_config": True,
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "foreach": None,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 Parts = list[tuple[str, Spot]]
 Targets = dict[tuple[str, tuple[int, ...]], Parts]
 
@@ -88,11 +110,18 @@ def write_megatron(
     for rank in range(len(files)):
         index_path(folder, rank).unlink()
     (folder / "metadata.json").write_text(json.dumps(FORMAT))
-    args = args_of_settings(config, vocab_size) | {"no_save_rng": True, "no_save_optim": bool(why)}
-    args |= {f"{word}_train_samples": state.get(f"{word}_samples", 0) for word in ("consumed", "skipped")}
-    common: dict[str, Any] = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0}
-    common |= {"iteration": iteration} | ({} if why else common_states(config, state))
-    torch.save(common, folder / "common.pt")
+    args = args_of_settings(config, vocab_size) | {
+        "no_save_rng": True,
+        "no_save_optim": bool(why),
+        "consumed_train_samples": state.get("consumed_samples", 0),
+        "skipped_train_samples": state.get("skipped_samples", 0),
+    }
+    common = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+    }
+    torch.save(common | ({} if why else common_states(config, state)), folder / "common.pt")
     (root / TRACKER).write_text(str(iteration) if iteration else "release")
     return [f"weights only: {why}"] if why else []
 
@@ -184,9 +213,13 @@ def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
     samples = table[min(steps, len(table) - 1)]
     rates = {"max_lr": schedule.lr, "min_lr": schedule.min_lr}
     decay = decay_at(samples)
-    betas = (optimizer.adam_beta1, optimizer.adam_beta2)
-    alike = MARKS | rates | {"betas": betas, "eps": optimizer.adam_eps, "step": steps}
-    alike["lr"] = rate_at(samples)
+    adam = {
+        "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+        "eps": optimizer.adam_eps,
+        "step": steps,
+        "lr": rate_at(samples),
+    }
+    alike = MARKS | rates | adam
     groups = [
         alike | {"wd_mult": share, "weight_decay": share * decay, "is_expert_parallel": expert}
         for expert in (False, True)
@@ -195,8 +228,11 @@ def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
     form = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
     if config.precision.fp16 and config.precision.loss_scale is None:
         scale, good, left = state["optimizer"]["loss_scaler"]
-        form["grad_scaler"] = {"scale": torch.tensor([scale]), "growth_tracker": int(good)}
-        form["grad_scaler"]["hysteresis_tracker"] = int(left)
+        form["grad_scaler"] = {
+            "scale": torch.tensor([scale]),
+            "growth_tracker": int(good),
+            "hysteresis_tracker": int(left),
+        }
     # With expert ranks Megatron has a second optimizer, for experts.
     apart = config.model.num_experts and config.parallel.expert_model_parallel_size > 1
     constant = optimizer.weight_decay_incr_style == "constant"
