@@ -229,6 +229,22 @@ def test_damaged_records_are_left_out_and_named(tmp_path):
         assert [r["iteration"] for r in read_jsonl(path)] == [1, 4]
 
 
+def test_bar_on_a_terminal_only(tmp_path):
+    pytest.importorskip("tqdm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    log = RunLog(tmp_path, config(), stream=Terminal())
+    log.begin(40, 100)
+    log.step(record(50))
+    log.close()
+    text = log.stream.getvalue()
+    assert "40/100" in text and "\r" in text
+    assert any(line.split()[:1] == ["50"] for line in text.splitlines())
+
+
 @pytest.mark.parametrize("batch, lines", [(0.05, 0), (3.0, 4), (60.0, 9)])
 def test_a_long_evaluation_says_how_far_it_is(tmp_path, monkeypatch, batch, lines):
     """Every 10 seconds, or ten times; the time left is that of the batches left at the mean rate."""

@@ -129,6 +129,24 @@ def test_a_short_run_has_one_curve(steps, marker, tmp_path, figures):
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
+def test_checkpoints_and_resumes_are_marked(tmp_path, figures):
+    """Stopped after 9 steps, resumed from step 4: the checkpoint of step 8 is of steps that were dropped."""
+    write_series(tmp_path, np.linspace(8, 4, 12), [])
+    (tmp_path / "log.txt").write_text(
+        "saved   runs/a/ckpt, step 4\n iteration 5/12 | saved nothing, step 5\nsaved   runs/a/ckpt, step 8\n"
+        "resumed runs/b/ckpt, step 700 (weights only)\nresumed runs/a/ckpt, step 4\n"
+        "saved   runs/a/ckpt, step 12\nsaved   runs/a/ckpt, step 12\n"
+    )
+    plot_loss(tmp_path)
+    axes = figures[0].axes[0]
+    assert words(axes.get_legend()) == ["training", "resumed", "checkpoint"]
+    assert list(drawn(axes, "checkpoint").get_xdata()) == [4, 12]
+    (resumed,) = axes.collections
+    assert [segment[:, 0].tolist() for segment in resumed.get_segments()] == [[4, 4]]
+    low, high = axes.get_ylim()
+    assert 3 < low < 4 and 8 < high < 9  # marks do not stretch the axis
+
+
 # Experts
 
 

@@ -120,6 +120,10 @@ def input_files(patterns: Iterable[str]) -> list[str]:
                 f"--input {file}: must end in .jsonl, .json or .txt, optionally followed by .gz or .zst, "
                 "or in .parquet or .arrow"
             )
+        if file.lower().endswith(".zst"):
+            import_extra("zstandard", f"--input {file}")
+        if kind(file) in COLUMN_FILES:
+            import_extra("pyarrow", f"--input {file}")
     return files
 
 

@@ -41,7 +41,9 @@ from nanomegatron.report.writers import (
     Lines,
     TensorBoard,
     WeightsAndBiases,
+    duration,
     overflow,
+    progress_bar,
     replace_file,
     replacing,
     spare_exit,
@@ -84,6 +86,7 @@ class RunLog:
             kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in ("evals", "fp8", "experts")
         }
         self._writers: list[Any] = []
+        self._bar: Any = None
         self._interval: list[dict] = []
         self._titled = False  # the table
         self._first: int | None = None  # the iteration of the first record
@@ -117,6 +120,8 @@ class RunLog:
         if self.config.run.wandb_project:
             with self.attempt("Weights & Biases"):
                 self._writers.append(WeightsAndBiases(self.folder, self.config))
+        with self.attempt("progress bar"):
+            self._bar = progress_bar(iteration, train_iters, self.stream)
 
     def rewind(self, iteration: int) -> None:
         """Drop the records of later iterations from the series; rank 0 only."""
@@ -156,7 +161,8 @@ class RunLog:
 
     def _console(self, text: str) -> None:
         with self.attempt("console"):
-            self.stream.write(escaped(text) + "\n")
+            write = print if self._bar is None else self._bar.write
+            write(escaped(text), file=self.stream)
             self.stream.flush()
 
     def _file(self, text: str) -> None:
@@ -206,6 +212,9 @@ class RunLog:
             self._append(series, record)
         self._scalars(step_scalars(record), record)
         self._interval.append(record)
+        if self._bar is not None:
+            with self.attempt("console"):
+                self._bar.update(1)
         if self.line_due(record["iteration"]):
             self.end_interval()
 
@@ -330,9 +339,11 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close all files and writers; a second call does nothing."""
-        for thing in [self._text, *self._beside.values(), *self._series, *self._writers]:
-            with self.attempt(f"closing {type(thing).__name__}"):
-                thing.close()
+        for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
+            if thing is not None:
+                with self.attempt(f"closing {type(thing).__name__}"):
+                    thing.close()
+        self._bar = None
         self._writers = []
         spare_exit(self.stream, sys.stderr)
 
@@ -375,11 +386,6 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
     if skipped := mean.get("skipped"):
         return f"{row}  {skipped} skipped step{'s' * (skipped > 1)} not in the loss"
     return row
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss, a day or more as "1 day, 2:03:04"."""
-    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:

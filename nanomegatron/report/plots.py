@@ -1,5 +1,6 @@
 """Pictures of a run: the loss curve in loss.png, and the load of each expert in experts.png."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nanomegatron.report.writers import read_jsonl
 # After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SMOOTH, VALIDATION = PALETTE[:2]
-RAW, RULE = "#9ad0f0", "#555555"
+RAW, MARK = "#9ad0f0", "#555555"
 LOADS = ("#2f7fb8", "#4393c3", "white", "#a50f25", "#4d0010")  # the first and the last: beyond the scale
 DEAD = dict(facecolor="black", edgecolor="#8c8c8c", hatch="////", linewidth=0)  # an expert without a token
 LABELS = 25  # at most beside experts.png
@@ -40,6 +41,7 @@ def plot_loss(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     if len(evaluated):
         axes.plot(evaluated, values, "o", color=VALIDATION, mec="black", markersize=7, label="validation")
     _end_values(axes, (steps, losses, SMOOTH), (evaluated, values, VALIDATION))
+    _mark_checkpoints(axes, folder / "log.txt")
     axes.set(title=folder.resolve().name, ylabel="loss (nats per token)")
     axes.legend(frameon=False, loc="upper right")
     below.plot(steps, rates, color=SMOOTH, linewidth=1.5)
@@ -77,6 +79,20 @@ def _end_values(axes: Any, *curves: tuple[np.ndarray, np.ndarray, str]) -> None:
         )
 
 
+def _mark_checkpoints(axes: Any, log: Path) -> None:
+    """Draw triangles for the checkpoints of log.txt, without those of dropped steps, and resumes dashed."""
+    saved, resumed = set(), set()
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    for what, step in re.findall(r"^(saved|resumed) .*, step (\d+)$", text, re.MULTILINE):
+        (saved if what == "saved" else resumed).add(int(step))
+        saved = {each for each in saved if what == "saved" or each <= int(step)}
+    look = dict(color=MARK, transform=axes.get_xaxis_transform())  # y: 0 is the bottom of the axes, 1 the top
+    if resumed:
+        axes.vlines(sorted(resumed), 0, 1, linestyles="--", linewidth=1, label="resumed", **look)
+    if saved:
+        axes.plot(sorted(saved), [0.02] * len(saved), "^", markersize=5, label="checkpoint", **look)
+
+
 def plot_experts(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/experts.png from experts.jsonl: a row for each expert of each layer, tokens as colour.
 
@@ -106,7 +122,7 @@ def plot_experts(folder: Path, say: Callable[[str], None] = print) -> Path | Non
     names = [key.removesuffix("/tokens").removeprefix("decoder.").replace("s.", " ") for key in keys]
     shown = slice(None, None, 1 + len(names) // LABELS)
     axes.set_yticks(np.arange(len(names))[shown], names[shown], va="top", fontsize=8)
-    axes.grid(axis="y", color=RULE, linewidth=0.6)
+    axes.grid(axis="y", color=MARK, linewidth=0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(
         handles=[Patch(**DEAD, label="no token")], loc="lower right", bbox_to_anchor=(1, 1), frameon=False

@@ -5,6 +5,7 @@ accepts.
 """
 
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -123,7 +124,7 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
     return record | {key: str(record[key]) for key in strange}
 
 
-# Extras: TensorBoard, Weights & Biases
+# Extras: TensorBoard, Weights & Biases, tqdm
 
 
 # Prefixes of tags that are logged by iteration only; all others also by samples.
@@ -221,3 +222,18 @@ def spare_exit(*streams: TextIO | None) -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def progress_bar(done: int, total: int, stream: TextIO, **look: Any) -> Any:
+    """Return a tqdm bar, with its arguments, if `stream` is a terminal and tqdm is installed; else None."""
+    if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    look = dict(unit="step", dynamic_ncols=True, leave=False) | look
+    return tqdm(initial=done, total=total, file=stream, **look)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss, a day or more as "1 day, 2:03:04"."""
+    return str(datetime.timedelta(seconds=round(seconds)))
