@@ -18,19 +18,19 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2325           70            111      28      25      30
-commands             917           31             69      25      11      21
-config              2212          100            125      10      37      52
+checkpoint          2309           70            111      28      25      30
+commands             909           30             69      25      11      21
+config              2162           97            124       8      35      52
 core                2992            3            102      16       7      24
-data                1472           50             63      18      11       7
-debug                624           26             42       4       4      11
-fast                1746           89             69      32       9      12
+data                1440           45             63      18       9       7
+debug                571           17             36       4       4      11
+fast                1723           89             69      32       9      12
 faults              1021           36             41       3       4      15
 launch               249            1             10       0       2       5
-ops                 1578           83            142      73       2      21
-plan                1147           87            103      11       7      26
-programs             565           10             30       0       8       6
-report              1664           60             71       6      10      20
+ops                 1533           78            138      73       2      21
+plan                1143           85            103      11       7      26
+programs             545            9             22       0       5       6
+report              1586           38             62       6      10      18
 variants             334            8              9       1       0       3
 """
 
