@@ -1,9 +1,8 @@
-"""Energy of a run: a small library in place of NVML, whose counters the tests set, and a clock of theirs."""
+"""Energy of a run: counters that the tests set in place of NVML's, and a clock of theirs."""
 
-import ctypes
 import io
 import re
-import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,28 +18,39 @@ from nanomegatron.report.energy import ENERGY_KEYS, LEAST, Energy, Meter, open_m
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
 from tests.test_metrics import record
-from tests.test_style import ROOT
 
 
 class Gpus:
-    """The GPUs of a machine and the time, for tests."""
+    """The GPUs of a machine and the time; it stands in the place of the package that reads NVML."""
 
-    def __init__(self, library: str) -> None:
-        self.library, self.lib, self.seconds = library, ctypes.CDLL(library), 0.0
-        self.counters = (ctypes.c_ulonglong * 8).in_dll(self.lib, "counters")
-        for i in range(8):
-            self.counters[i] = 10**12 + i  # a GPU that has run for long
-        self.set("present", 8)
-        self.set("unsupported", -1)
+    class NVMLError(Exception):
+        """What the package raises."""
 
-    def get(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self.lib, name).value
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.counters = [10**12 + i for i in range(8)]  # GPUs that have run for long
+        self.present = 8
+        self.unsupported = -1  # a GPU whose counter cannot be read
+        self.readings = 0
+        self.initialized = False
 
-    def set(self, name: str, value: int) -> None:
-        ctypes.c_int.in_dll(self.lib, name).value = value
+    def nvmlInit(self) -> None:
+        self.initialized = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        assert self.initialized and uuid.startswith("GPU-")
+        if int(uuid[4:]) >= self.present:
+            raise self.NVMLError("not found")
+        return int(uuid[4:])
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: int) -> int:
+        self.readings += 1
+        if gpu == self.unsupported:
+            raise self.NVMLError("not supported")
+        return self.counters[gpu]
 
     def energy(self, gpus: int = 1, ranks: int = 1) -> Energy:
-        return Energy(open_meter([*map(str, range(gpus))], self.library), ranks, lambda: self.seconds)
+        return Energy(open_meter([*map(str, range(gpus))]), ranks, lambda: self.seconds)
 
     def run(self, seconds: float, *watts: float) -> None:
         """Let time go by; watts: of each GPU."""
@@ -49,17 +59,11 @@ class Gpus:
             self.counters[i] += round(1e3 * w * seconds)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("nvml") / "libfake-ml.so"
-    flags = "-std=c++17 -O1 -Wall -Wextra -Werror -shared -fPIC".split()
-    subprocess.run(["g++", *flags, str(ROOT / "tests/fake_nvml.cpp"), "-o", str(path)], check=True)
-    return str(path)
-
-
 @pytest.fixture
-def gpus(library) -> Gpus:
-    return Gpus(library)
+def gpus(monkeypatch) -> Gpus:
+    found = Gpus()
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    return found
 
 
 def figures(joules_per_token: float, watts: float):
@@ -82,11 +86,11 @@ def test_a_figure_is_of_the_steps_since_the_last(gpus):
 
 
 def test_the_counters_are_read_only_for_a_figure(gpus):
-    energy, before = gpus.energy(gpus=2, ranks=2), gpus.get("readings")
+    energy, before = gpus.energy(gpus=2, ranks=2), gpus.readings
     for i in range(1, 31):
         gpus.run(1, 700, 700)
         energy.step(1000, log=i % 10 == 0)
-    assert gpus.get("readings") == before + 2 * 4  # after the first step, and at each of three lines
+    assert gpus.readings == before + 2 * 4  # after the first step, and at each of three lines
 
 
 def test_figures_of_too_short_a_time_stay_for_the_next(gpus):
@@ -134,27 +138,35 @@ def test_a_fault_drops_its_steps_only(gpus, fault):
         gpus.counters[1] = 7  # while that of GPU 0 has grown by more than this one had
         gpus.counters[0] += 10**13
     else:
-        gpus.set("unsupported", 1)
+        gpus.unsupported = 1
     assert energy.step(1000, log=True) == {} and energy.summary() == ""
-    gpus.set("unsupported", -1)
+    gpus.unsupported = -1
     gpus.run(5, 300, 300)
     energy.step(1000, log=True)
     gpus.run(5, 300, 300)
     assert energy.step(1000, log=True)[ENERGY_KEYS[1]] == pytest.approx(300)
 
 
-def test_without_counters_there_are_no_figures(gpus, tmp_path):
-    assert open_meter([], gpus.library) is None
-    assert open_meter(["0"], str(tmp_path / "libnvidia-ml.so.1")) is None
-    assert open_meter(["0"], "libc.so.6") is None
-    gpus.set("present", 1)
-    assert open_meter(["0", "1"], gpus.library) is None
-    with pytest.raises(OSError, match="nvmlDeviceGetHandleByUUID: NVML error 6"):
-        Meter(["1"], gpus.library)
-    gpus.set("unsupported", 0)
-    assert open_meter(["0"], gpus.library) is None
+def test_without_counters_there_are_no_figures(gpus, monkeypatch):
+    assert open_meter([]) is None
+    gpus.present = 1
+    assert open_meter(["0", "1"]) is None
+    with pytest.raises(gpus.NVMLError, match="not found"):
+        Meter(["1"])
+    gpus.unsupported = 0
+    assert open_meter(["0"]) is None
     energy = gpus.energy()
     assert energy.step(1000, log=True) == {} and energy.pause() is None and energy.summary() == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_meter(["0"]) is None, "without the package"
+
+
+def test_the_package_without_gpus(monkeypatch):
+    """The names are there; without a driver it raises its own error, and there are no figures."""
+    nvml = pytest.importorskip("pynvml")
+    names = [name for name in vars(Gpus) if name.startswith("nvml")] + ["NVMLError"]
+    assert all(map(nvml.__dict__.__contains__, names)) and len(names) == 4
+    assert torch.cuda.is_available() or open_meter(["0"]) is None
 
 
 def test_figures_in_the_files_of_a_run(gpus, tmp_path):
@@ -195,7 +207,6 @@ def test_a_run_counts_its_steps_alone(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "evaluate", evaluate_hard)
     monkeypatch.setattr(steps.StepReport, "read", read_once)
     monkeypatch.setattr(steps, "machine_gpus", lambda mesh: ["0"])
-    monkeypatch.setattr(steps, "open_meter", lambda uuids: open_meter(uuids, gpus.library))
     monkeypatch.setattr(energy_module, "LEAST", 0.0)
     flags = "--device cpu --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --mock-data"
     more = "--train-iters 6 --eval-interval 3 --eval-iters 1 --log-interval 1 --no-save-optim"

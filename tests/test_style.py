@@ -24,7 +24,9 @@ WIDE_CLASSES = {
     "fast.cuda_graphs.GraphedSteps": 13,
     "plan.cluster.Cluster": 14,
 }
-EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
+EXTRAS = set(
+    "matplotlib pynvml tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split()
+)
 DISTRIBUTED = {
     "launch.world",
     "mesh",

@@ -4,19 +4,19 @@
     read              ^          ^         ^    ^                   ^       ^
     counted           [ 2 to 10  ] [ 11 to 20 ]                     [ 22 to 30 ]
 
-NVML (libnvidia-ml.so.1, a part of the driver) counts a GPU's millijoules since the driver was loaded, of the
-whole board, with a new value about every 100 ms. Rank 0 reads them when it logs, without a wait of the GPU or
-of a rank, from the end of one step to that of another: evaluations and saves are left out, with the step
-after each. It reads the GPUs of all ranks of its machine, and takes those of other machines to be alike.
+NVML, a part of the driver, counts a GPU's millijoules since the driver was loaded, of the whole board, with a
+new value about every 100 ms; the package nvidia-ml-py reads it. Rank 0 reads them when it logs, without a
+wait of the GPU or of a rank, from the end of one step to that of another: evaluations and saves are left out,
+with the step after each. It reads the GPUs of all ranks of its machine, and takes those of other machines to
+be alike.
 """
 
-import ctypes
+import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-LIBRARY = "libnvidia-ml.so.1"
 LEAST = 2.0  # seconds of a figure: both its ends may be 0.1 s late
 ENERGY_KEYS = ("energy_j_per_token", "power_w_per_gpu")  # in metrics.jsonl
 ENERGY_TAGS = ("iter-energy/gpu", "power/gpu", "energy/token")  # Megatron-LM's, and ours
@@ -25,33 +25,26 @@ ENERGY_TAGS = ("iter-energy/gpu", "power/gpu", "energy/token")  # Megatron-LM's,
 class Meter:
     """The energy counters of some GPUs."""
 
-    def __init__(self, uuids: Sequence[str], library: str = LIBRARY) -> None:
-        """uuids: as torch gives them, without GPU- before them. Raises OSError if there are no counters."""
-        self.nvml, self.gpus = ctypes.CDLL(library), []
-        self._call("nvmlInit_v2")
-        for uuid in uuids:
-            gpu = ctypes.c_void_p()
-            self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(gpu))
-            self.gpus.append(gpu)
+    def __init__(self, uuids: Sequence[str]) -> None:
+        """uuids: as torch gives them, without GPU- before them.
+
+        Raises ImportError without nvidia-ml-py, NVMLError if there are no counters.
+        """
+        self.nvml = importlib.import_module("pynvml")
+        self.nvml.nvmlInit()
+        self.gpus = [self.nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
         self.millijoules()
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        if error := getattr(self.nvml, name)(*arguments):
-            raise OSError(f"{name}: NVML error {error}")
-
     def millijoules(self) -> list[int]:
-        """Read the counter of each GPU. Raises OSError if one cannot be read."""
-        values = [ctypes.c_ulonglong() for _ in self.gpus]
-        for gpu, value in zip(self.gpus, values, strict=True):
-            self._call("nvmlDeviceGetTotalEnergyConsumption", gpu, ctypes.byref(value))
-        return [value.value for value in values]
+        """Read the counter of each GPU. Raises NVMLError if one cannot be read."""
+        return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) for gpu in self.gpus]
 
 
-def open_meter(uuids: Sequence[str], library: str = LIBRARY) -> Meter | None:
+def open_meter(uuids: Sequence[str]) -> Meter | None:
     """Return the counters of these GPUs; None without GPUs or NVML, and if one of them has no counter."""
     try:
-        return Meter(uuids, library) if uuids else None
-    except (OSError, AttributeError):  # AttributeError: a library older than the counters
+        return Meter(uuids) if uuids else None
+    except Exception:  # of nvidia-ml-py, or of a driver older than the counters
         return None
 
 
@@ -103,7 +96,7 @@ class Energy:
     def _read(self) -> tuple[list[int], float] | None:
         try:
             return self.meter.millijoules(), self.clock()
-        except OSError:
+        except self.meter.nvml.NVMLError:
             return None
 
     def _close(self) -> None:
