@@ -16,9 +16,11 @@ from torch import nn
 
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
-from nanomegatron.config.settings import Config
+from nanomegatron.config.settings import Config, DataConfig
 from nanomegatron.cp import context_attention, shard_batch
+from nanomegatron.data.gpt_dataset import GPTDataset
 from nanomegatron.data.loader import BatchLoader
+from nanomegatron.data.samples import Samples
 from nanomegatron.layers import OutputLayer
 from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
@@ -28,6 +30,7 @@ from nanomegatron.variants.cp_documents import shard_documents
 from nanomegatron.variants.cp_hierarchy import TwoLevels
 from nanomegatron.variants.cp_windows import windowed_attention
 from nanomegatron.variants.decoupled_lr import decoupled
+from nanomegatron.variants.document_dataset import DocumentDataset
 from nanomegatron.variants.document_packs import PackLoader
 from nanomegatron.variants.logit_softcaps import capped_attention, capped_logits
 from nanomegatron.variants.lr_styles import InverseSquareRoot, WarmupStableDecay
@@ -124,6 +127,11 @@ def batch_sharding(config: Config) -> Callable[..., Batch]:
     if config.data.reset_attention_mask or config.data.variable_seq_lengths:
         return partial(shard_documents, types=types)
     return partial(shard_batch, types=types)
+
+
+def pick_dataset(data: DataConfig) -> type[Samples]:
+    """Return the class of the data sets that `build_datasets` makes."""
+    return DocumentDataset if data.variable_seq_lengths else GPTDataset
 
 
 def pick_loader(

@@ -277,6 +277,7 @@ ENTERED = {
     "peer_access": OVERLAP,
     "fused_loss": [("tp4spcefp", "gpt", ""), ("tp2cersfp", "llama", ""), ("tp2dp2z2spovcercfp", "qwen", "")],
     "ring": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
+    "host_copy": DISPATCH,
     "moe_dispatch": DISPATCH,
     "moe_pieces": DISPATCH,
     "fused_layer": [("tp2spfp", "gpt", ""), ("dp2z1ovbkfp", "gpt", ""), ("pp2zbfp", "qwen", "")],

@@ -9,11 +9,11 @@ import torch
 from benchmarks import long_tail
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
-from nanomegatron.data.document_dataset import DocumentDataset
 from nanomegatron.data.gpt_dataset import build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import build_tokenizer
-from nanomegatron.pick_variants import batch_sharding
+from nanomegatron.pick_variants import batch_sharding, pick_dataset
+from nanomegatron.variants.document_dataset import DocumentDataset
 from nanomegatron.variants.document_packs import PackLoader, load_pack
 from tests.megatron_data import random_documents, write
 
@@ -95,10 +95,13 @@ def test_splits_and_blends(tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         write(tmp_path / name, documents_with_ends(seed, 100, 25))
     a, b = (str(tmp_path / name) for name in "ab")
-    one = build_datasets(settings((a,), split="50,50"), (10, 10, 0), 1, TOKENIZER)
+    one = build_datasets(settings((a,), split="50,50"), (10, 10, 0), 1, TOKENIZER, kind=DocumentDataset)
     assert isinstance(one[0], DocumentDataset) and one[2] is None
     assert (one[0].sequences, one[1].sequences) == ((0, 50), (50, 100))
-    (blend, *_) = build_datasets(settings(("0.3", a, "0.7", b), split="1"), (200, 0, 0), 1, TOKENIZER)
+    both = settings(("0.3", a, "0.7", b), split="1")
+    with pytest.raises(ValueError, match="give build_datasets the kind that pick_dataset returns"):
+        build_datasets(both, (200, 0, 0), 1, TOKENIZER)
+    (blend, *_) = build_datasets(both, (200, 0, 0), 1, TOKENIZER, kind=pick_dataset(both))
     assert len(blend) == 200 and blend.taken.tolist() == [60, 140]
     assert all(blend.length(i) == len(blend[i]) - 1 for i in range(200))
 

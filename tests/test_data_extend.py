@@ -13,6 +13,7 @@ from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, R
 from nanomegatron.data.blended_dataset import BlendedDataset
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.pick_variants import pick_dataset
 from nanomegatron.report.banner import epochs_text
 from tests.checkpoints import ALONE, cuts, save, save_alone
 from tests.megatron_data import random_documents, write
@@ -76,7 +77,7 @@ def test_every_kind_of_data_is_made_longer(tmp_path, monkeypatch, way):
     data, held, counts = DataConfig(seq_length=8, split="90,10", **WAYS[way]), (5, 0), (60, 100, 400)
     seen, held_out = [], []
     for i in range(3):
-        built = build_datasets(data, (counts[i], *held), 3, TOKENIZER, counts[:i])
+        built = build_datasets(data, (counts[i], *held), 3, TOKENIZER, counts[:i], pick_dataset(data))
         seen.append([built[0][k % len(built[0])].tolist() for k in range(counts[i])])
         held_out.append([built[1][k].tolist() for k in range(5)])
     assert seen[1][:60] == seen[0] and seen[2][:100] == seen[1]

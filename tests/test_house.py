@@ -21,17 +21,17 @@ TODAY = """
 checkpoint          2309           70            111      28      25      30
 commands             909           30             69      25      11      21
 config              2162           97            124       8      35      52
-core                2992            3            102      16       7      24
-data                1440           45             63      18       9       7
+core                2994            3            103      16       7      24
+data                1411           44             61      17       9       7
 debug                571           17             36       4       4      11
 fast                1723           89             69      32       9      12
 faults              1021           36             41       3       4      15
-launch               249            1             10       0       2       5
+launch               250            1             10       0       2       5
 ops                 1533           78            138      73       2      21
 plan                1143           85            103      11       7      26
 programs             545            9             22       0       5       6
 report              1576           37             62       6       9      18
-variants             334            8              9       1       0       3
+variants             359            9             10       2       0       3
 """
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -53,7 +53,7 @@ def test_console_has_fixed_columns(tmp_path):
         "0.25",
         "60.0%",
         "1.25",
-        "0:00:02",
+        "0:02",
     ]
     assert len({len(line) for line in lines[1:]}) == 1 and len(lines[1]) <= 120
     assert "\r" not in log.stream.getvalue() and "\x1b" not in log.stream.getvalue()
@@ -259,7 +259,7 @@ def test_a_long_evaluation_says_how_far_it_is(tmp_path, monkeypatch, batch, line
     said = log.stream.getvalue().splitlines()
     assert len(said) == lines
     if lines == 4:
-        assert said[0] == "validation at step 7: 4 of 19, 0:00:45 left"
+        assert said[0] == "validation at step 7: 4 of 19, 0:45 left"
     assert not (tmp_path / "log.txt").exists()  # only for people
 
 

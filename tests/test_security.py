@@ -34,6 +34,7 @@ from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.lock import settings_in
 from nanomegatron.mesh import World
+from nanomegatron.pick_variants import pick_dataset
 from nanomegatron.report import plots
 from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
@@ -53,7 +54,9 @@ REFUSED = (ValueError, OSError, CheckpointError)
 def train_data(*prefixes: str, **settings) -> None:
     """Open data sets, with their caches, and read a sample."""
     data = DataConfig(data_path=prefixes, seq_length=8, split="1", data_cache_path="cache", **settings)
-    made = build_datasets(data, (60, 0, 0), 1, build_tokenizer("NullTokenizer", vocab_size=127))
+    made = build_datasets(
+        data, (60, 0, 0), 1, build_tokenizer("NullTokenizer", vocab_size=127), kind=pick_dataset(data)
+    )
     assert len(made[0][0]) <= 9
 
 

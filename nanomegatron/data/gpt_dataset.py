@@ -20,13 +20,13 @@ with more iterations keeps the line and appends another, with its own seed:
     then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
 
 Several such datasets make a blend (blended_dataset.py); batches of both are prefetched (loader.py).
-Whole documents as samples: data/document_dataset.py.
+Whole documents as samples: variants/document_dataset.py.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,6 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
 from nanomegatron.data.cache import cached_arrays
-from nanomegatron.data.document_dataset import DocumentDataset
 from nanomegatron.data.identity import SPLITS
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.samples import Samples
@@ -219,13 +218,17 @@ def build_datasets(
     seed: int,
     tokenizer: Tokenizer,
     before: Sequence[int] = (),
-) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
+    kind: Callable[..., Samples] = GPTDataset,
+) -> tuple[Samples | BlendedDataset | None, ...]:
     """Return training, validation and test data; None if 0 samples are requested or the part is empty.
 
-    before: numbers of training samples of the earlier runs that this one resumes.
+    before: numbers of training samples of the earlier runs that this one resumes. kind: the class of each
+    data set, as `pick_variants.pick_dataset` returns it.
     Raises ValueError, before any index is built, for data that is missing or damaged, was made with another
     tokenizer, or has ids outside the vocabulary or too few tokens.
     """
+    if data.variable_seq_lengths and kind is GPTDataset:
+        raise ValueError("--variable-seq-lengths: give build_datasets the kind that pick_dataset returns")
     if data.mock_data:
         mock = MockGPTLowLevelDataset(tokenizer.vocab_size, tokenizer.eod)
         sources = [([(mock, part, None)], None) for part in split_ranges("1,1,1", len(mock))]
@@ -243,7 +246,6 @@ def build_datasets(
                     + ", or --eval-iters 0 to train without it"
                     * (split != "train")
                 )
-    kind = DocumentDataset if data.variable_seq_lengths else GPTDataset
 
     def make(indexed, sequences, cache, *numbers):
         return kind(indexed, sequences, numbers[-1], data.seq_length, seed, cache, numbers[:-1])
@@ -275,17 +277,12 @@ def _sources(data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[tuple], 
 def _blends(data: DataConfig) -> list[Blend]:
     """Return the blend of each split; with --data-path all three are the same.
 
-    Raises ValueError for no data, data given twice, or a list that is no blend.
+    Raises ValueError for no data, or a list that is no blend.
     """
     words, flag = data.data_path, "--data-path"
     if data.data_args_path:
         flag = f"--data-args-path {data.data_args_path}"
-        try:
-            words = read_text(data.data_args_path).split()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{flag}: cannot be read ({error})") from None
-        if data.data_path or not words:
-            raise ValueError(f"{flag}: the file holds what --data-path would say; give one of the two")
+        words = read_text(data.data_args_path).split()
     if words:
         return [parse_blend(words, flag)] * 3
     each = [parse_blend(getattr(data, f"{split}_data_path"), f"--{split}-data-path") for split in SPLITS]

@@ -29,7 +29,7 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
 from nanomegatron.pick_fast_paths import install, paths_for
-from nanomegatron.pick_variants import pick_schedules
+from nanomegatron.pick_variants import pick_dataset, pick_schedules
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.pp import ModelChunks, execute
 from nanomegatron.step import Progress, Training, TrainingData, build_loaders, train_step, warm_up_step
@@ -67,7 +67,7 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Training:
     before = samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size
-    datasets = build_datasets(data, (before[-1], 0, 0), config.run.seed, tokenizer)
+    datasets = build_datasets(data, (before[-1], 0, 0), config.run.seed, tokenizer, kind=pick_dataset(data))
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     paths = paths_for(config, mesh)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)

@@ -6,6 +6,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.identity import data_identity
 from nanomegatron.mesh import Mesh
+from nanomegatron.pick_variants import pick_dataset
 from nanomegatron.report.log import RunLog
 from nanomegatron.step import TrainingData
 
@@ -26,7 +27,8 @@ def build_data(config: Config, mesh: Mesh, log: RunLog, samples: int) -> Trainin
         )
     held_out = config.run.eval_iters * data.global_batch_size
     asked = data_samples(config, mesh, log.warn, 0 if config.run.eval_only else samples)
-    datasets = build_datasets(data, (asked[-1], held_out, held_out), config.run.seed, tokenizer, asked[:-1])
+    sizes = asked[-1], held_out, held_out
+    datasets = build_datasets(data, sizes, config.run.seed, tokenizer, asked[:-1], pick_dataset(data))
     if config.run.eval_only and not any(datasets[1:]):
         raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
     identity = data_identity(datasets) if mesh.rank == 0 else {}

@@ -235,5 +235,6 @@ def progress_bar(done: int, total: int, stream: TextIO, **look: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss, a day or more as "1 day, 2:03:04"."""
-    return str(datetime.timedelta(seconds=round(seconds)))
+    """Format seconds as m:ss, h:mm:ss or "1 day, 2:03:04"."""
+    text = str(datetime.timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:0").removeprefix("0:")

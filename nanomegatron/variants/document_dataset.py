@@ -1,4 +1,4 @@
-"""Whole documents as samples: --variable-seq-lengths.
+"""Other result than `step.build_loaders`, for `--variable-seq-lengths`: whole documents as samples.
 
     document   t0 t1 t2 t3 t4 t5 t6        seven tokens, --seq-length 4
     sample     t0 t1 t2 t3                 labels t1 t2 t3 t4
@@ -6,8 +6,8 @@
 
 A document longer than --seq-length is cut into several samples. Its last token is only a label; a document of
 one token is no sample. A global batch takes samples in the order of the run, which depends only on seed and
-consumed samples: every epoch has each sample once, in a different order.
-`variants/document_packs.py` makes microbatches of them.
+consumed samples: every epoch has each sample once, in a different order. `document_packs.py` makes
+microbatches of them. (Megatron-LM's packed sequences. tests/test_data_documents.py)
 """
 
 from collections.abc import Sequence
