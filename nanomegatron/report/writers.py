@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -236,5 +237,4 @@ def progress_bar(done: int, total: int, stream: TextIO, **look: Any) -> Any:
 
 def duration(seconds: float) -> str:
     """Format seconds as m:ss, h:mm:ss or "1 day, 2:03:04"."""
-    text = str(datetime.timedelta(seconds=round(seconds)))
-    return text.removeprefix("0:0").removeprefix("0:")
+    return re.sub("^0:0?", "", str(datetime.timedelta(seconds=round(seconds))))
