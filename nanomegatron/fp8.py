@@ -228,10 +228,10 @@ class Scales:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes share. Raises ValueError for unknown settings.
+    """Tensorwise scaling: a scale for each tensor from its own amax; other recipes override what differs.
 
-    A recipe with one scale a tensor has its own `scale`, another one its own `cast` and `transposed`. The
-    fields are the settings of a run, not all of which matter to each recipe.
+    The fields are the settings of a run, not all of which matter to each recipe. Raises ValueError for
+    unknown ones.
     """
 
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
@@ -270,7 +270,7 @@ class Recipe:
     def scale(
         self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale of x `[m, k]` from its own amax, and the scale's inverse -> `[]`, `[]`"""
+        """The scale of x `[m, k]` from its own amax, a pass over it, with its inverse -> `[]`, `[]`"""
         return fp8_scale(tensor_amax(x, axis), self.limit(role))
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
@@ -280,10 +280,6 @@ class Recipe:
     def end_step(self, scales: Scales) -> None:
         """Compute the scales of the next step, if they are known before it; zero the amaxes of this one."""
         scales.history[:1] = 0.0
-
-
-class Tensorwise(Recipe):
-    """A scale for each tensor from its own amax: a pass before the cast, and one number over `axis`."""
 
 
 class Delayed(Recipe):
@@ -360,7 +356,7 @@ class Blockwise(Recipe):
         return Quantized._make(blocks)
 
 
-RECIPES = {"delayed": Delayed, "tensorwise": Tensorwise, "rowwise": RowScaled, "blockwise": Blockwise}
+RECIPES = {"delayed": Delayed, "tensorwise": Recipe, "rowwise": RowScaled, "blockwise": Blockwise}
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe:

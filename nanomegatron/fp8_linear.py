@@ -32,7 +32,6 @@ A tensor with one scale has it on all tp ranks, so the result does not depend on
 agrees on it, and when). With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -96,17 +95,17 @@ class Fp8Matmuls:
     a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; dtype, fast: as of `fp8_matmul`.
     """
 
-    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
-        """Start to all-gather FP8 rows, and their scales if they have any; the result waits, returns both."""
+    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
+        """Start to all-gather FP8 rows, and their scales if they have any; the result: an Fp8Matrix."""
         data = start_all_gather(matrix.data.view(torch.uint8), axis)
         inverse = start_scale_gather(matrix, axis)
-        return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())
+        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
 
     def gather_matmul(
         self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
     ) -> tuple[torch.Tensor, Fp8Matrix]:
         """Gather the rows of a, then multiply -> `[t, n]`, and the gathered a."""
-        whole = self.start_gather(a, axis)()
+        whole = self.start_gather(a, axis).wait()
         return fp8_matmul(whole, b, dtype, fast), whole
 
     def matmul_scatter(
@@ -199,17 +198,17 @@ class Fp8LinearFunction(torch.autograd.Function):
         w = fp8.weight(weight, axis).columnwise
 
         # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
-        gathers_x = comm == "gather" and fp8.recipe.wgrad
-        start_gather_x = partial(fp8.matmuls.start_gather, saved, axis)
-        gathering = start_gather_x() if gathers_x and not is_deferred(weight) else None
+        gathering = None
+        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
+            gathering = fp8.matmuls.start_gather(saved, axis)
         dx, whole_g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
             x = saved
-            if gathers_x:
-                wait = gathering or start_gather_x()
-                x = fp8.recipe.transposed(wait(), "x")
+            if comm == "gather":
+                gathered = gathering or fp8.matmuls.start_gather(saved, axis)
+                x = fp8.recipe.transposed(gathered.wait(), "x")
             write_weight_grad(out, beta, whole_g.columnwise, x)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
@@ -253,7 +252,8 @@ def input_grad_matmul(
 def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
     """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
     split = axis if CASTS[comm].x_sharded else None
-    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), split, trains)
+    copies = input_copies(fp8, comm, trains)
+    return fp8.cast(x.flatten(0, -2), "x", copies, axis=split, record=trains)
 
 
 def input_copies(fp8: Fp8LayerState, comm: str, trains: bool) -> str:
@@ -265,7 +265,7 @@ def cast_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> 
     """Cast grad `[..., o]` to the copies that the backward needs. tensorwise: as `cast_input`."""
     copies = CASTS[comm].g if fp8.recipe.wgrad else "rowwise"
     split = axis if CASTS[comm].g_sharded else None
-    return fp8.cast(grad.flatten(0, -2), "g", copies, split)
+    return fp8.cast(grad.flatten(0, -2), "g", copies, axis=split)
 
 
 def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) -> None:

@@ -24,7 +24,7 @@ from nanomegatron.fast.dp_peer import peer_shard_comm
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import quantizing_loss, quantizing_mlp, quantizing_norm
-from nanomegatron.fast.fused_layer import FusedLayers
+from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
 from nanomegatron.fast.fused_loss import fused_output_loss
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
@@ -77,17 +77,16 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         fast = parallel.fast_paths
     take = on_gpu if fast is None else fast  # paths without a flag of their own
     peers = PeerAccess.build(mesh, parallel)
-
-    # what --recompute-modules asks for
     paths = Paths(discards=tuple(filter(model.recomputes, model.recompute_modules)), peers=peers)
-    if model.recomputes("layernorm"):
-        paths = replace(paths, layers=FusedLayers(recompute=True))
+
+    if take or model.recomputes("layernorm"):
+        norm = quantizing_norm if take else fused_norm
+        paths = replace(paths, layers=FusedLayers(norm, model.recomputes("layernorm")))
     if fast is False:
         return paths
 
     if take:
-        layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))
-        paths = replace(paths, layers=layers, context=Ring(peers), producers=True)
+        paths = replace(paths, context=Ring(peers), producers=True)
 
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))

@@ -9,7 +9,7 @@ import torch
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.fast.fp8_producers import quantizing_loss
-from nanomegatron.fp8 import Delayed, Scales, Tensorwise
+from nanomegatron.fp8 import Delayed, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
@@ -32,7 +32,7 @@ def test_logits_and_gradients_are_those_of_the_casts(tied):
     model = replace(TINY["llama"], hidden_size=32)
     spec = vocab_spec("output_layer.weight", (90, 96), 32, Axis.single(), tied)
     weight = new_parameter(spec, Init(dtype=torch.bfloat16))
-    layer, scales = OutputLayer(model, 90, weight, Axis.single()), Scales(Tensorwise(), weight.device)
+    layer, scales = OutputLayer(model, 90, weight, Axis.single()), Scales(Recipe(), weight.device)
     use_fp8(layer, scales.add_layer("output_layer.weight"))
     assert hasattr(weight, "fp8") is not tied
     x = torch.randn(8, 2, 32, dtype=torch.bfloat16, requires_grad=True)

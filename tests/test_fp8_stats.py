@@ -11,7 +11,7 @@ import torch
 import train
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.faults.exit import DONE
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales, Tensorwise
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales
 from nanomegatron.launch import ending
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -108,7 +108,7 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
 
 
 def test_what_is_not_finite_is_told():
-    stats, _, layer = new(Tensorwise())
+    stats, _, layer = new(Recipe())
     stats.begin()
     layer.cast(torch.tensor([[NAN, 1.0], [2.0, 0.0]]), "x")
     layer.cast(torch.tensor([[INF, 500.0], [2.0, 0.0]]), "w")
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_told():
 
 def test_other_steps_do_nothing(monkeypatch):
     """Only between `begin` and `end_counting` is there anything to call."""
-    stats, scales, one, two = new(Tensorwise(), "a.weight", "b.weight")
+    stats, scales, one, two = new(Recipe(), "a.weight", "b.weight")
     calls = []
     monkeypatch.setattr(stats, "_record", lambda slot, *_: calls.append(slot))
     weight, x = torch.randn(16, 16), torch.randn(16, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fp8 import RECIPES, Scales, Tensorwise
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.plan.memory import memory
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
@@ -20,7 +20,7 @@ def test_activations_in_fp8(family, modules):
     run = replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe="tensorwise"))
     more, kept = replace(run, model=replace(model, num_layers=3)), []
     for shape in (run.model, more.model):
-        scales = Scales(Tensorwise(), torch.device("cpu"))
+        scales = Scales(Recipe(), torch.device("cpu"))
         kept.append(bytes_kept(shape, 32, 4, torch.bfloat16, scales=scales))
     layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
     assert layer == pytest.approx(kept[1] - kept[0], rel=0.01)

@@ -6,7 +6,7 @@ import torch
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fp8 import RECIPES, Delayed, Scales, Tensorwise
+from nanomegatron.fp8 import RECIPES, Delayed, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -198,7 +198,7 @@ def test_the_sequence_is_gathered_in_fp8():
 
 
 def test_the_fp8_copy_is_what_is_kept():
-    _, fc1, _ = layers(ONE, False, Tensorwise(), torch.bfloat16)
+    _, fc1, _ = layers(ONE, False, Recipe(), torch.bfloat16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fc1(torch.randn(S, B, H, dtype=torch.bfloat16).requires_grad_())

@@ -8,8 +8,6 @@ Gain, 16 layers of Llama-3-8B on two H100: 329.0 ms a step, not 339.8. Of commun
 31, but the GPU is idle for 16 ms, not 4 (benchmarks/results/2026-11-27-tp2-h100.json).
 """
 
-from collections.abc import Callable
-
 import torch
 
 from nanomegatron.comm import Pending
@@ -27,11 +25,11 @@ class OverlappedFp8Matmuls(Fp8Matmuls):
     def __init__(self, peers: PeerAccess | None) -> None:
         self.peers = peers
 
-    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
+    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
         """As in the base class, by copy engines. matrix `[t/tp, k]`; the result `[t, k]`"""
         data = start_gather_rows(matrix.data.view(torch.uint8), axis, self.peers)
         inverse = start_scale_gather(matrix, axis)
-        return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())
+        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
 
     def gather_matmul(
         self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False

@@ -95,9 +95,9 @@ def fp8_pieces(mesh, device):
             b = fp8.cast(weight.bfloat16(), "w", "rowwise", axis).rowwise
             for turn in range(3):
                 how = a, b, axis, torch.bfloat16, turn == 1
-                waits = [matmuls.start_gather(a, axis) for matmuls in (pieces, plain)]
+                gathers = [matmuls.start_gather(a, axis) for matmuls in (pieces, plain)]
                 sums = [matmuls.matmul_scatter(*how) for matmuls in (pieces, plain)]
-                found = [wait().data.view(torch.uint8) for wait in waits]
+                found = [gather.wait().data.view(torch.uint8) for gather in gathers]
                 assert close(*(pending.wait() for pending in sums))
                 (y, rows), (whole, _) = (matmuls.gather_matmul(*how) for matmuls in (pieces, plain))
                 found.append(rows.data.view(torch.uint8))
