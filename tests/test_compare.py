@@ -162,7 +162,6 @@ def test_two_layouts_in_one_table(capsys):
         ["tensor-model-parallel-size", "1", "2"]
     ]
     assert "runs/b and a: largest relative difference of losses over 3 steps: 1.0e-06 (at step 3)" in out
-    assert "\nnote    --picture FILE draws the losses\n" in out
     assert [path.name for path in Path().iterdir()] == ["runs"]  # nothing that was not asked for
     assert "\npicture losses.png\n" in compared(capsys, "a", "runs/b", "--png", "losses.png")
     assert Path("losses.png").read_bytes().startswith(b"\x89PNG")

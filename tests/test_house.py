@@ -18,8 +18,8 @@ TARGETS = {"core": (15, 35, 8, 5, 12), "other": (30, 45, 12, 10, 14)}
 KINDS = ("a, b = x, y", "x if c else y", "f(*x)", ":=", "x or y")
 TODAY = """
               statements  a, b = x, y  x if c else y   f(*x)      :=  x or y
-checkpoint          2309           70            111      28      25      30
-commands             909           30             69      25      11      21
+checkpoint          2303           70            112      28      25      30
+commands             904           30             69      24      11      21
 config              2162           97            124       8      35      52
 core                2994            3            103      16       7      23
 data                1411           44             61      17       9       7

@@ -238,10 +238,11 @@ def load_own_folder(run: Training, source: LoadSource, health: Health | None) ->
             log_notes(run, [f"the same state and data, but not the same bits: {', '.join(changed)}"])
     if states:
         load_optimizer_scalars(run.optimizer, loaded.state["optimizer"])
-        good_steps = loaded.state["optimizer"]["good_steps"]
-        log_notes(run, value_changes(loaded.config, run.config, run.progress, good_steps))
-    elif run.optimizer:
-        note_new_schedule(run)
+    if run.optimizer and not source.begins:
+        before = loaded.state["optimizer"]["good_steps"]
+        log_notes(
+            run, value_changes(loaded.config, run.config, run.progress, before, before if states else 0)
+        )
     if run.model.scales is not None:
         fp8 = {
             piece.key.removeprefix(FP8_PREFIX): piece.data
@@ -265,17 +266,6 @@ def check_absence(run: Training, source: LoadSource) -> None:
         raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
     elif run.config.run.eval_only:
         raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
-
-
-def note_new_schedule(run: Training) -> None:
-    """Say of a run without the optimizer's states that its schedule begins again."""
-    left = run.config.run.train_iters - run.progress.iteration
-    if 0 < left < run.config.run.train_iters:
-        lr = float(run.optimizer.lr_table[0, 0])
-        run.log.line(
-            f"note    --no-load-optim: the schedule begins again, step {run.progress.iteration + 1} has the "
-            f"rate of step 1, {lr:g}; --lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
-        )
 
 
 def check_model(run: Training, source: LoadSource, saved: str) -> None:

@@ -154,10 +154,13 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
     return found
 
 
-def value_changes(saved: str, config: Config, progress: Progress, good_steps: int) -> list[str]:
-    """Return a line for each value of the next step that other settings than the `saved` (TOML) have changed.
+def value_changes(
+    saved: str, config: Config, progress: Progress, steps_before: int, steps_now: int
+) -> list[str]:
+    """Return a line for each value of the next step that is another than with the `saved` settings (TOML).
 
-    progress: of this run; good_steps: those with an update.
+    progress: of this run; steps_before, steps_now: with an update, of the checkpoint and of this run's
+    optimizer, whose schedule begins again without its states.
     """
     table = progress.samples_before
     iteration = progress.iteration
@@ -165,15 +168,16 @@ def value_changes(saved: str, config: Config, progress: Progress, good_steps: in
         before = from_toml(saved)
     except ValueError:
         return []  # `check_model` says it
-    if iteration + 1 >= len(table) or (before.optimizer, before.data, before.run) == (
+    if iteration + 1 >= len(table) or (before.optimizer, before.data, before.run, steps_before) == (
         config.optimizer,
         config.data,
         config.run,
+        steps_now,
     ):
         return []
-    samples = table[min(good_steps, iteration)]
-    old = [at(samples) for at in pick_schedules(before, samples_before(before, 1))]
-    new = [at(samples) for at in pick_schedules(config, table)]
+    then, now = (table[min(steps, iteration)] for steps in (steps_before, steps_now))
+    old = [at(then) for at in pick_schedules(before, samples_before(before, 1))]
+    new = [at(now) for at in pick_schedules(config, table)]
     of_all, of_vocabulary, decay = zip(old, new, strict=True)
     sizes = (batch_size_at(before.data, table[iteration]), table[iteration + 1] - table[iteration])
     pairs = {"learning rate": of_all, "weight decay": decay, "global batch size": sizes}

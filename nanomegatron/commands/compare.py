@@ -57,8 +57,6 @@ def main(argv: list[str]) -> int:
         if args.picture:
             draw_curves(runs, args.picture).figure.savefig(args.picture)
             print(f"picture {args.picture}")
-        elif len(runs) > 1:
-            print("note    --picture FILE draws the losses")
     except BrokenPipeError:
         raise  # for verbs.py
     except (ImportError, OSError, ValueError) as error:

@@ -16,7 +16,6 @@ from nanomegatron.report.status import read_status
 
 RECORDS = ("status.json", "metrics.jsonl", "evals.jsonl", "config.toml")  # a run has one of them
 TAIL = 2**16  # bytes at the end of a .jsonl file, enough for its last record
-SKIPPED = 10  # folders without a run that are named
 AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -29,15 +28,13 @@ def main(argv: list[str]) -> int:
         why = "no such folder; give the one that training wrote runs to"
         print(f"nanomegatron runs: {folder}: {why}", file=sys.stderr)
         return 2
-    rows, newest, others = [], (folder / "latest").resolve(), []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    rows, newest = [], (folder / "latest").resolve()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not (path.is_symlink() and path.name == "latest"):
             try:
                 rows.append(run_row(path, newest))
             except (OSError, ValueError, TypeError) as error:
-                others.append(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"))
-    more = [f"! and {len(others) - SKIPPED} more"] * (len(others) > SKIPPED)
-    print(*sorted(others)[:SKIPPED], *more, sep="\n", end="\n" * bool(others), file=sys.stderr)
+                print(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"), file=sys.stderr)
     first = f"no runs in {folder.absolute()}; `nanomegatron train` makes one, in runs/ where it is started"
     print(run_table(rows) if rows else first)
     return 0
