@@ -38,7 +38,7 @@ class NoiseScale(Observer):
 
     def before_sync(self) -> Numbers:
         """Square this rank's own gradient, of which the step's is the sum."""
-        scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
+        scale = self.run.optimizer.scaler.scale * self.run.buckets.loss_factor
         squares = [bucket.grads.float().square().sum() for bucket in self.run.buckets.all]
         return {"noise_scale": torch.stack(squares).sum() / scale.square()}
 

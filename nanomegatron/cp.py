@@ -62,7 +62,10 @@ class AttentionBlock(NamedTuple):
 
 
 def memoized(plan: Callable) -> Callable:
-    """Decorate a function of a SequenceShard, which keeps its result for each tuple of further arguments."""
+    """Decorate a function of a SequenceShard, which keeps its result for each tuple of further arguments.
+
+    There is a shard for each microbatch: its layers share the results.
+    """
 
     def planned(shard: "SequenceShard", *args: Any) -> Any:
         if (plan, args) not in shard.plans:
@@ -99,7 +102,7 @@ class SequenceShard:
 
     def chunks(self, rank: int) -> list[tuple[int, int]]:
         """Return (begin, end) in the row of a rank's two chunks."""
-        return [(int(self.bounds[i]), int(self.bounds[i + 1])) for i in (rank, -2 - rank)]
+        return [(int(self.bounds[i]), int(self.bounds[i + 1])) for i in (rank, 2 * self.axis.size - 1 - rank)]
 
     def token_indices(self, rank: int) -> np.ndarray:
         """Return the positions of a rank's tokens in the row, ascending."""
@@ -119,7 +122,10 @@ class SequenceShard:
         return slice(first_query, tokens), slice(0, end_of_keys)
 
     def block(self, other: int, device: torch.device) -> AttentionBlock | None:
-        """Return attention to the keys of rank `other`, tensors on the device; None: no query sees one."""
+        """Return attention to the keys of rank `other`, tensors on the device.
+
+        None: no query sees one, as with documents (`variants/cp_documents.py`).
+        """
         queries, keys = self.query_key_rows(self.axis.rank, other)
         return AttentionBlock(queries, keys, Block(self.axis.rank == other))
 

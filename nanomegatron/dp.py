@@ -21,7 +21,7 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
 parameters. Experts have their own buckets.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
-mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
+mean; with averaging the loss is multiplied by d (`loss_factor`), which the average divides out. A bucket is
 full when it has all gradient contributions of a microbatch (`spec.uses` from each parameter).
 (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
@@ -178,9 +178,9 @@ class Bucket:
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
-        self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that grad_scale multiplies
+        self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that loss_factor multiplies
         if buckets.op == "avg":
-            self.mean_factor = axis.size / buckets.grad_scale  # not 1 for experts
+            self.mean_factor = axis.size / buckets.loss_factor  # not 1 for experts
         self.pending_gather: Pending | None = None
         self.gathered = gathered_class(self)  # allocates `data`
         self._move_params()
@@ -213,33 +213,33 @@ class Bucket:
     def start_step(self, microbatches: int) -> None:
         """Reset the counts, for a step of `microbatches`; a parameter's first contribution overwrites."""
         self.counts = Counter()
-        self.seen = 0
+        self.counted = 0
         self.microbatches = microbatches
-        self.stale = set(self.params)  # with gradients of the last step
+        self.unwritten = set(self.params)  # with gradients of the last step
 
     def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
         """Where to write a gradient -> `[...]`, and beta, 0 for a parameter's first one of a step"""
-        beta = 0 if param in self.stale else 1
-        self.stale.discard(param)
+        beta = 0 if param in self.unwritten else 1
+        self.unwritten.discard(param)
         return param.main_grad, beta
 
-    def ready(self, param: nn.Parameter) -> None:
+    def count(self, param: nn.Parameter) -> None:
         """Count a contribution that has been written. Raises RuntimeError for one too many."""
-        self.stale.discard(param)
+        self.unwritten.discard(param)
         self.counts[param] += 1
         if self.counts[param] > self.microbatches * param.spec.uses:
             raise RuntimeError(
                 f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
                 f"microbatches has {param.spec.uses}; give zero_grad_buffer() the number that follows"
             )
-        self.seen += 1
-        if self.seen % self.uses == 0:
+        self.counted += 1
+        if self.counted % self.uses == 0:
             self.buckets.on_full(self)
 
     @property
     def done(self) -> int:
-        """Microbatches of this step of which it has all contributions."""
-        return self.seen // self.uses
+        """Full sets of contributions in this step: one a microbatch, in the order in which they come."""
+        return self.counted // self.uses
 
     def missing(self) -> list[str]:
         """Return the names of the parameters whose gradients lack contributions."""
@@ -297,7 +297,7 @@ class ParamAndGradBuckets:
         optimizer.step(loss)
 
     Moves the parameters into flat tensors, so nothing else may hold views of them. The caller multiplies the
-    loss by `grad_scale`. `all` is in the order in which gradients become ready. shard_comm: makes the
+    loss by `loss_factor`. `all` is in the order in which gradients become ready. shard_comm: makes the
     `ShardComm` of an axis; gathered: (param, axis) -> a class like `GatheredParams`.
     """
 
@@ -319,7 +319,7 @@ class ParamAndGradBuckets:
         self.overlap_gather = parallel.overlap_param_gather
         self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
-        self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
+        self.loss_factor = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.in_flight: list[tuple[Bucket, Pending]] = []
         self.before_reduce: dict[str, Callable[[Bucket], None]] = {}  # to see gradients before the sum
         self.all: list[Bucket] = []
@@ -363,7 +363,10 @@ class ParamAndGradBuckets:
         return partial
 
     def _wait_before_reading(self, model: nn.Module) -> None:
-        """Let the forward of each module wait for the gather of its own parameters."""
+        """Let the forward of each module wait for the gather of its own parameters.
+
+        A fast path that reads parameters without their module waits itself (`fast/fused_layer.py`).
+        """
         for module in model.modules():
             own = [param for param in module.parameters(recurse=False) if param.requires_grad]
             for bucket in dict.fromkeys(param.bucket for param in own):

@@ -218,7 +218,7 @@ def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
 
 def report(param: nn.Parameter) -> None:
     """Tell the bucket that a contribution has been written: by `grad_buffer`, or by a replayed graph."""
-    param.bucket.ready(param)
+    param.bucket.count(param)
 
 
 def add_grad(out: torch.Tensor, grad: torch.Tensor, beta: int) -> None:

@@ -59,7 +59,7 @@ class Exchange(NamedTuple):
     """An op's messages: those to receive before it, the one it uses, the one it sends.
 
     Links (ordered pairs of ranks) are FIFO: before an op's message the earlier ones of the link are received
-    and kept for the ops that use them.
+    and kept for the ops that use them, by stage and microbatch. `uses` is for those who look on.
     """
 
     receives: tuple[Message, ...]

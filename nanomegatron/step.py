@@ -18,7 +18,8 @@ What only looks on (log, timers, trace, statistics, health) is an `Observer`, an
                                                                     before_sync
     finish_grad_sync             gradients summed over replicas
                                                                     before_update
-    update                       one all-reduce for loss and observers, scales and biases, the optimizer
+    update                       one all-reduce for loss and what before_sync returned; scales and biases;
+                                 the optimizer
                                                                     after_step, a step later; end
 """
 
@@ -46,9 +47,9 @@ Kind = TypeVar("Kind")
 def train_step(run: "Training") -> Numbers:
     """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
 
-    Communicates the token count and the gradients over dp_cp; loss and observers' numbers in one all-reduce,
-    and the gradient norm, over world; parameters if they are sharded; besides, what the model and the
-    pipeline communicate. The host does not wait.
+    Communicates the token count and the gradients over dp_cp; loss and the numbers of `before_sync` in one
+    all-reduce, and the gradient norm, over world; parameters if they are sharded; besides, what the model and
+    the pipeline communicate. The host waits for no more than the sizes of an all-to-all of MoE.
     """
     batches = run.next_batches()
     run.buckets.zero_grad_buffer(len(batches))
@@ -65,7 +66,7 @@ def forward_step(
 
     The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
     """
-    scale = run.optimizer.scaler.scale * run.buckets.grad_scale  # the latter: see dp.py
+    scale = run.optimizer.scaler.scale * run.buckets.loss_factor  # the latter: see dp.py
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
         aux_scale = scale / run.next_global_batch().tokens
@@ -140,7 +141,7 @@ class GlobalBatch:
 
 
 class Observer:
-    """Looks on at a training, and changes none of its results. Its numbers are logged under their names."""
+    """Looks on at a training, and changes no gradient. Its numbers are logged under their names."""
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         """This rank's microbatches are read; nothing of the step is launched."""
@@ -153,7 +154,10 @@ class Observer:
         return {}
 
     def before_update(self) -> Numbers:
-        """Gradients are summed over their replicas, nothing is updated -> further numbers, tensors `[...]`"""
+        """Gradients are summed over their replicas, nothing is updated -> further numbers, tensors `[...]`
+
+        They are logged as they are: an observer communicates here what it needs of other ranks.
+        """
         return {}
 
     def after_step(self, step: Any) -> None:

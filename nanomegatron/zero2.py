@@ -61,14 +61,14 @@ class Zero2Bucket(Bucket):
             self.alloc_grads()
         return param.main_grad, 1
 
-    def ready(self, param: nn.Parameter) -> None:
+    def count(self, param: nn.Parameter) -> None:
         """Count a contribution that has been written. Raises RuntimeError for one too many.
 
         If it was written before the gradients were last freed (by the fused loss), allocates them again.
         """
         if self.grads is None:
             self.alloc_grads()
-        super().ready(param)
+        super().count(param)
 
 
 class Reduction(NamedTuple):

@@ -45,7 +45,7 @@ def zeroed(buckets: ParamAndGradBuckets, microbatches: int) -> None:
     for bucket in buckets.all:
         if bucket.grads is not None:
             bucket.grads.zero_()
-        bucket.stale.clear()
+        bucket.unwritten.clear()
 
 
 def gradients(

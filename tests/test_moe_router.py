@@ -274,7 +274,7 @@ def test_weight_gradient_goes_into_main_grad(later):
     router, x = router_of(settings(), dtype=torch.bfloat16), torch.randn(10, H).bfloat16()
     weight, added = router.weight, []
     weight.main_grad, weight.wgrad_store = torch.ones(E, H), WeightGradStore()
-    weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 1), ready=added.append)
+    weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 1), count=added.append)
     y, grad = GateFunction.apply(x, weight, torch.float32), torch.randn(10, E)
     if later:
         with weight.wgrad_store.collect() as works:
@@ -413,7 +413,7 @@ def test_fp32_gradients_of_16_bit_weights():
     """By matmuls of 16 bits, each of which sees a third of the gradient's bits."""
     x, weight = torch.randn(300, 40).bfloat16(), torch.nn.Parameter(torch.randn(E, 40).bfloat16())
     weight.main_grad = torch.full((E, 40), torch.nan)
-    weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 0), ready=lambda _: None)
+    weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 0), count=lambda _: None)
     grad = torch.randn(300, E) * 1e-3
     leaf = x.clone().requires_grad_()
     y = GateFunction.apply(leaf, weight, torch.float32)

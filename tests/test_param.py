@@ -160,21 +160,21 @@ def test_fill_and_scaled_std():
 class Bucket:
     """What `accumulate` sees of a bucket; its gradients have memory once it is asked for."""
 
-    def __init__(self, param, stale=False):
+    def __init__(self, param, unwritten=False):
         param.bucket, param.main_grad = self, None
         self.param, self.calls = param, []
-        self.stale = {param} if stale else set()
+        self.unwritten = {param} if unwritten else set()
 
     def grad_buffer(self, param):
         assert param is self.param
         if param.main_grad is None:
-            param.main_grad = torch.full((8, 6), math.nan if self.stale else 2.0)
+            param.main_grad = torch.full((8, 6), math.nan if self.unwritten else 2.0)
             self.calls.append("alloc")
-        beta = 0 if self.stale else 1
-        self.stale.clear()
+        beta = 0 if self.unwritten else 1
+        self.unwritten.clear()
         return param.main_grad, beta
 
-    def ready(self, param):
+    def count(self, param):
         assert param is self.param
         self.calls.append("ready")
 
@@ -208,7 +208,7 @@ def test_a_gradient_goes_to_the_bucket_or_to_autograd():
 def test_a_deferred_gradient(beside_nccl):
     """Nothing is asked of the bucket before `write` runs: neither memory nor beta, which differ by then."""
     param, betas = parameter(), []
-    bucket, param.wgrad_store = Bucket(param, stale=True), WeightGradStore(beside_nccl)
+    bucket, param.wgrad_store = Bucket(param, unwritten=True), WeightGradStore(beside_nccl)
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None

@@ -263,7 +263,7 @@ class Bucket:
             param.main_grad += param.grad
             param.grad = None
 
-    def ready(self, param):
+    def count(self, param):
         self.accumulated.append(param)
 
 

@@ -35,7 +35,7 @@ class Bucket:
     def grad_buffer(self, param):
         return param.main_grad, 1
 
-    def ready(self, param):
+    def count(self, param):
         self.reported += 1
 
 

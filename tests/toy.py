@@ -127,7 +127,7 @@ def train_step(
     mine = samples()[axis.rank :: axis.size]
     buckets.zero_grad_buffer(microbatches)
     for data in mine.tensor_split(microbatches):
-        loss = model(data[:, :-1], data[:, 1:]) * (buckets.grad_scale / (SAMPLES * LENGTH))
+        loss = model(data[:, :-1], data[:, 1:]) * (buckets.loss_factor / (SAMPLES * LENGTH))
         loss.backward()
     buckets.finish_grad_sync()
     return optimizer.step(torch.tensor(0.0)).grad_norm

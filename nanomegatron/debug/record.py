@@ -154,7 +154,7 @@ class Recorder(NoTracer, Observer):
             stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
             self.order.setdefault((kind, name), (stage, len(self.order)))
             self._add_parts(name, kind, module, value)
-        scale = self.run.optimizer.scaler.scale * self.run.buckets.grad_scale
+        scale = self.run.optimizer.scaler.scale * self.run.buckets.loss_factor
         return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
     def _add_parts(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ class Recorder(NoTracer, Observer):
         for param, grad in self.unreduced.items():
             for part in param.spec.parts:
                 copy = _copies(part) if part.partial is None else ()
-                grads = part.view(grad) / (scale * self.run.buckets.grad_scale)
+                grads = part.view(grad) / (scale * self.run.buckets.loss_factor)
                 self._add_param(UNREDUCED, part, 0, grads, copy)
         self.unreduced.clear()
         self._add_shards(REDUCED, lambda bucket: bucket.grad_shard / scale)

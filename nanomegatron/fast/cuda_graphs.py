@@ -186,14 +186,14 @@ class GraphedSteps:
 @contextmanager
 def recorded(grads: ParamAndGradBuckets) -> Iterator[list[nn.Parameter]]:
     """Context manager: contributions to gradients inside are listed, behind it, and not counted."""
-    before = [(bucket, bucket.counts, bucket.seen, bucket.microbatches) for bucket in grads.all]
+    before = [(bucket, bucket.counts, bucket.counted, bucket.microbatches) for bucket in grads.all]
     for bucket in grads.all:
         bucket.counts, bucket.microbatches = Counter(), math.inf  # so that none is the last
     contributions: list[nn.Parameter] = []
     yield contributions
     for bucket, *counted in before:
         contributions += bucket.counts.elements()
-        bucket.counts, bucket.seen, bucket.microbatches = counted
+        bucket.counts, bucket.counted, bucket.microbatches = counted
 
 
 def has_hooks(module: nn.Module) -> bool:
