@@ -48,7 +48,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
+from nanomegatron.comm import all_gather, all_to_all, gather_seq, read, scatter_seq
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.grouped_mm import AddBiasFunction, Groups, add_grouped_, grouped_mm, grouped_outer
@@ -262,8 +262,8 @@ class AllToAllDispatch(TokenDispatch):
         etp = self.mesh.etp
         sent = [end - begin for begin, end in pairwise(rank_ends)]
         received = all_to_all(to_ranks.offsets.diff(), self.mesh.ep)
-        arrived = all_gather(received.sum()[None], etp).tolist()  # over ep, at each etp rank
-        over_ep = ExchangeSizes(sent, received.tolist())
+        arrived = read(all_gather(received.sum()[None], etp), etp)  # over ep, at each etp rank
+        over_ep = ExchangeSizes(sent, read(received, self.mesh.ep))
         over_etp = ExchangeSizes(sent=[arrived[etp.rank]] * etp.size, received=arrived)
         return over_ep, over_etp
 

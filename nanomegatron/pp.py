@@ -127,7 +127,7 @@ class OpRunner:
         if op.kind == "W":
             return self.stages.wgrad_store.run(self.works.pop(place))
         state = self.states.pop(place)
-        state.output_grad.append(received)
+        state.output_grad.append(received)  # None on the last stage, which begins with the loss
         if op.kind == "BW":
             state.root.backward()
         else:
@@ -206,7 +206,8 @@ class Outbox:
     """Sends messages, and keeps each tensor until it has been sent.
 
     Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
-    than `most` sends in flight, the most forwards without backward on this rank: it has arrived by then.
+    than `most` sends in flight, the most forwards without backward on this rank: by then it has arrived, or
+    its receive has been posted.
     """
 
     def __init__(self, links: Links, most: int) -> None:

@@ -186,5 +186,5 @@ def read_shard(path: Path, keys: int) -> Chunk | None:
             facts: dict[str, Any] = dict(file)
         parts = [Encoded._make(facts[f"{name} {k}"] for name in Encoded._fields) for k in range(keys)]
         return parts, json.loads(str(facts["skipped"])), InputPlace._make(facts["place"].tolist())
-    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, TypeError, LookupError, EOFError, zipfile.BadZipFile):
         return None
