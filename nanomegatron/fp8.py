@@ -271,7 +271,7 @@ class Recipe:
         self, layer: Fp8LayerState, x: torch.Tensor, role: str, axis: Axis | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale of x `[m, k]` from its own amax, a pass over it, with its inverse -> `[]`, `[]`"""
-        return fp8_scale(tensor_amax(x, axis), self.limit(role))
+        return fp8_scale(tensor_amax(x, axis), self.limit(role), self.power_of_two)
 
     def transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""

@@ -49,7 +49,8 @@ def train_step(run: "Training") -> Numbers:
 
     Communicates the token count and the gradients over dp_cp; loss and the numbers of `before_sync` in one
     all-reduce, and the gradient norm, over world; parameters if they are sharded; besides, what the model and
-    the pipeline communicate. The host waits for no more than the sizes of an all-to-all of MoE.
+    the pipeline communicate. The host waits for data, and in layers of experts
+    for numbers of rows.
     """
     batches = run.next_batches()
     run.buckets.zero_grad_buffer(len(batches))
@@ -141,7 +142,10 @@ class GlobalBatch:
 
 
 class Observer:
-    """Looks on at a training, and changes no gradient. Its numbers are logged under their names."""
+    """Looks on at a training, and changes no gradient. Its numbers are logged under their names.
+
+    Of what decides an update only its limits are an observer's (`faults/health.py`).
+    """
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         """This rank's microbatches are read; nothing of the step is launched."""
