@@ -21,7 +21,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, overlapped_linear
-from nanomegatron.fp8 import RECIPES, Scales
+from nanomegatron.fp8 import RECIPES, Fp8LayerState, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_matmul import fp8_matmul
@@ -126,8 +126,10 @@ class Linear:
         x, w, g = self.values.values()
         if recipe == "bf16":
             return {"y": lambda: x @ w.t(), "dx": lambda: g @ w, "dW": lambda: g.t() @ x}[product]
-        fp8 = Scales(RECIPES[recipe](), self.device).add_layer("layer")
-        x, w, g = (fp8.cast(value, role) for role, value in self.values.items())
+        recipe = Recipe(RECIPES[recipe])
+        fp8 = Fp8LayerState("layer", recipe)
+        Scales(recipe, [fp8], self.device)
+        x, w, g = (getattr(fp8, role).quantize(value) for role, value in self.values.items())
         if product == "dW":
             return bind(fp8_matmul, g.columnwise, x.columnwise, torch.float32)
         a, b = (x.rowwise, w.rowwise) if product == "y" else (g.rowwise, w.columnwise)
@@ -141,9 +143,10 @@ class Linear:
         ParamAndGradBuckets(linear, ParallelConfig(), self.mesh).zero_grad_buffer(10**9)
         run = lambda: torch.autograd.grad(linear(x), x, g)[0]  # noqa: E731
         if recipe != "bf16":
-            use_fp8(linear, Scales(RECIPES[recipe](), self.device).add_layer("layer"))
+            recipe = Recipe(RECIPES[recipe])
+            scales = Scales(recipe, [use_fp8(linear, recipe)], self.device)
             run()
-            linear.fp8.scales.end_step()  # delayed: the next step's scales are of such tensors
+            scales.end_step()  # delayed: the next step's scales are of such tensors
         return run
 
 

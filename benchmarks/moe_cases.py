@@ -28,7 +28,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_experts import accumulate_fp8_outer, fp8_parts, grouped_fp8_mm
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fp8 import E4M3, RowScaled, Scales
+from nanomegatron.fp8 import E4M3, Fp8LayerState, Recipe, Rowwise, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, MoELayer, accumulate_outer
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
@@ -200,9 +200,11 @@ class ExpertLinear:
         x, grad, w = self.x, self.grad, self.w if self.transposed else self.w.mT
         matmul, add = partial(grouped_mm, x, w, groups), accumulate_outer
         if how == "fp8":
-            layer = Scales(RowScaled(E4M3), x.device).add_layer("layer")
-            casts = layer.cast(x, "x")
-            x, grad = casts.columnwise, layer.cast(grad, "g").columnwise
+            recipe = Recipe(Rowwise, E4M3)
+            layer = Fp8LayerState("layer", recipe)
+            Scales(recipe, [layer], x.device)
+            casts = layer.x.quantize(x)
+            x, grad = casts.columnwise, layer.g.quantize(grad).columnwise
             w, add = fp8_parts(layer, self.weight, groups, self.transposed), accumulate_fp8_outer
             matmul = partial(grouped_fp8_mm, casts.rowwise, w, groups, self.dtype, fast=True)
         pair = (x, grad) if self.transposed else (grad, x)

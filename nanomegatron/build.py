@@ -9,7 +9,7 @@ Tests: tests/test_layouts.py. Page: docs/architecture.md.
     build_executor     the loop over forwards and backwards, or the CUDA graphs in its place
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.offload import host_state
-from nanomegatron.fp8 import Scales, recipe_of
+from nanomegatron.fp8 import Fp8LayerState, Recipe, Scales, recipe_of
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel, StageSpec
@@ -79,23 +79,25 @@ def stage_spec(
 def quantize(model: ModelChunks, config: Config, mesh: Mesh, device: torch.device) -> None:
     """Make layers multiply in FP8: those of --fp8-format, and with --fp8-output-proj the output layer."""
     precision = config.precision
-    model.scales = Scales(recipe_of(precision), device, (mesh.tp, mesh.dp_cp))
+    recipe = recipe_of(precision)
+    states: list[Fp8LayerState] = []
     for chunk in model:
-        quantize_layers(chunk, model.scales, precision.fp8_layers(config.model.num_layers))
+        states += quantize_layers(chunk, recipe, precision.fp8_layers(config.model.num_layers))
         head = chunk.output_layer
         if precision.fp8_output_proj and head is not None:
-            use_fp8(head, model.scales.add_layer(head.weight.spec.name))
+            states.append(use_fp8(head, recipe))
+    model.scales = Scales(recipe, states, device, (mesh.tp, mesh.dp_cp))
 
 
-def quantize_layers(chunk: GPTModel, scales: Scales, numbers: Container[int]) -> None:
-    """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
+def quantize_layers(chunk: GPTModel, recipe: Recipe, numbers: Container[int]) -> Iterator[Fp8LayerState]:
+    """Make linear layers and experts multiply in FP8 in the layers of these numbers; yield their states."""
     in_fp8 = [layer for layer in chunk.layers if layer.layer in numbers]
     for layer in in_fp8:
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                use_fp8(module, scales.add_layer(module.weight.spec.name))
+                yield use_fp8(module, recipe)
             elif isinstance(module, GroupedExperts):
-                quantize_experts(module, scales)
+                yield from quantize_experts(module, recipe)
 
 
 def build_optimizer(

@@ -21,7 +21,7 @@ sharded in training only, so evaluation has "copy" and "sum":
     "sum"      row                 both ways    x columnwise 1   all-reduce y 2       -
     "scatter"  row, s sharded      both ways    x columnwise 1   reduce-scatter y 2   gather g rowwise 1
 
-What is gathered is transposed behind (`Recipe.transposed`), so that one copy is sent: "gather" saves this
+What is gathered is transposed behind (`Quantizer.transposed`), so that one copy is sent: "gather" saves this
 rank's rows, and with "scatter" g is cast rowwise only, else both ways. Without FP8 weight gradients
 (--fp8-wgrad) x is saved and dW is multiplied in 16 bits, gathers included, and rowwise is all that is cast.
 Without gradients, too, x is cast rowwise only, and nothing is saved.
@@ -46,7 +46,7 @@ from nanomegatron.comm import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from nanomegatron.fp8 import Fp8LayerState, Quantized
+from nanomegatron.fp8 import Fp8LayerState, Quantized, Recipe
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import add_bias
 from nanomegatron.ops.fp8_cast import Fp8Matrix
@@ -57,24 +57,6 @@ from nanomegatron.param import (
     add_product,
     is_deferred,
 )
-
-
-class Casts(NamedTuple):
-    """Which copies of x and g a layer needs in training; whether each tp rank has a part of its own."""
-
-    x: str
-    x_sharded: bool
-    g: str
-    g_sharded: bool
-
-
-CASTS = {  # by the layer's communication
-    "copy": Casts(x="both", x_sharded=False, g="both", g_sharded=True),
-    "gather": Casts(x="rowwise", x_sharded=True, g="both", g_sharded=True),
-    "sum": Casts(x="both", x_sharded=True, g="both", g_sharded=False),
-    "scatter": Casts(x="both", x_sharded=True, g="rowwise", g_sharded=True),
-    "": Casts(x="both", x_sharded=False, g="both", g_sharded=False),  # experts
-}
 
 
 class Fp8Input(NamedTuple):
@@ -89,49 +71,20 @@ class Fp8Input(NamedTuple):
     grad_copies: list[Quantized] | None = None
 
 
-class Fp8Matmuls:
-    """The matmuls a b^T of FP8 layers under sequence parallelism, with the gather or reduce-scatter of each.
-
-    a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; dtype, fast: as of `fp8_matmul`.
-    """
-
-    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
-        """Start to all-gather FP8 rows, and their scales if they have any; the result: an Fp8Matrix."""
-        data = start_all_gather(matrix.data.view(torch.uint8), axis)
-        inverse = start_scale_gather(matrix, axis)
-        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
-
-    def gather_matmul(
-        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
-    ) -> tuple[torch.Tensor, Fp8Matrix]:
-        """Gather the rows of a, then multiply -> `[t, n]`, and the gathered a."""
-        whole = self.start_gather(a, axis).wait()
-        return fp8_matmul(whole, b, dtype, fast), whole
-
-    def matmul_scatter(
-        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
-    ) -> Pending:
-        """Multiply, then start to reduce-scatter the rows; the result `[t/tp, n]`"""
-        return start_reduce_scatter(fp8_matmul(a, b, dtype, fast), axis)
-
-
-def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
-    """Start to all-gather the scales of rows or blocks; a tensor's one scale is the same on all ranks."""
-    return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
-
-
 def reads_only_fp8(linear: nn.Module) -> bool:
     """Whether a layer of tp.py reads x in FP8 only: else its weight gradient is from x in 16 bits."""
     return linear.fp8 is not None and linear.fp8.recipe.wgrad
 
 
-def use_fp8(layer: nn.Module, fp8: Fp8LayerState) -> None:
-    """Make a linear layer of tp.py multiply in FP8."""
+def use_fp8(layer: nn.Module, recipe: Recipe) -> Fp8LayerState:
+    """Make a linear layer of tp.py multiply in FP8; return its state, for `Scales`."""
+    fp8 = Fp8LayerState(layer.weight.spec.name, recipe)
+    fp8.matmuls = Fp8Matmuls()
     layer.linear = partial(fp8_linear, fp8)
     layer.fp8 = fp8
-    fp8.matmuls = Fp8Matmuls()
     if not layer.weight.spec.tied:  # the embedding reads it in 16 bits
         layer.weight.fp8 = fp8
+    return fp8
 
 
 def fp8_linear(
@@ -147,9 +100,22 @@ def fp8_linear(
     x `[..., i]`, weight `[o, i]`, bias `[o]` -> `[..., o]`
     """
     given = x if isinstance(x, Fp8Input) else Fp8Input(x)
-    copies = given.copies or cast_input(fp8, given.x, axis, comm, trains=torch.is_grad_enabled())
+    copies = given.copies or quantize_input(fp8, given.x, axis, comm, trains=torch.is_grad_enabled())
     y = Fp8LinearFunction.apply(given.x, weight, axis, comm, fp8, copies, given.grad_copies)
     return add_bias(y, bias, accumulate)
+
+
+def quantize_input(
+    fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool
+) -> Quantized:
+    """Quantize x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
+    fp8_group = axis if comm in ("gather", "sum", "scatter") else None  # its ranks have parts of x
+    return fp8.x.quantize(x.flatten(0, -2), input_copies(fp8, comm, trains), fp8_group, record=trains)
+
+
+def input_copies(fp8: Fp8LayerState, comm: str, trains: bool) -> str:
+    """Return which copies of x a layer needs; columnwise is for dW, and made behind a gather."""
+    return "both" if trains and fp8.recipe.wgrad and comm != "gather" else "rowwise"
 
 
 class Fp8LinearFunction(torch.autograd.Function):
@@ -182,7 +148,15 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.dtype = x.dtype
 
-        y = forward_matmul(fp8, copies.rowwise, w, axis, comm, x.dtype)
+        # y = x W^T
+        if comm == "gather":
+            y, _ = fp8.matmuls.gather_matmul(copies.rowwise, w, axis, x.dtype, fast=True)
+        elif comm == "scatter":
+            y = fp8.matmuls.matmul_scatter(copies.rowwise, w, axis, x.dtype, fast=True).wait()
+        else:
+            y = fp8_matmul(copies.rowwise, w, x.dtype, fast=True)
+        if comm == "sum":
+            y = all_reduce_(y, axis)
         return y.view((-1, *x.shape[1:-1], len(weight)))
 
     @staticmethod
@@ -191,28 +165,33 @@ class Fp8LinearFunction(torch.autograd.Function):
         axis = ctx.axis
         comm = ctx.comm
         fp8 = ctx.fp8
-        saved = Fp8Matrix(*ctx.saved_tensors) if fp8.recipe.wgrad else ctx.saved_tensors[0]
 
-        # g in FP8, if what read y has not cast it already, and W
-        g = ctx.grad_copies.pop() if ctx.grad_copies else cast_grad(fp8, grad, axis, comm)
+        # g in FP8, if what read y has not quantized it already, and W
+        g = ctx.grad_copies.pop() if ctx.grad_copies else quantize_grad(fp8, grad, axis, comm)
         w = fp8.weight(weight, axis).columnwise
 
-        # dx = g W, its sum started; x is gathered beside it, unless dW is deferred
+        # x as it is saved; for dW its rows are gathered beside dx, unless dW is deferred
         gathering = None
-        if comm == "gather" and fp8.recipe.wgrad and not is_deferred(weight):
-            gathering = fp8.matmuls.start_gather(saved, axis)
+        if not fp8.recipe.wgrad:
+            (x_in_16_bits,) = ctx.saved_tensors
+        else:
+            saved_x = Fp8Matrix(*ctx.saved_tensors)
+            if comm == "gather" and not is_deferred(weight):
+                gathering = fp8.matmuls.start_gather(saved_x, axis)
+
+        # dx = g W, its sum over ranks started
         dx, whole_g = input_grad_matmul(fp8, g, w, axis, comm, ctx.dtype)
 
         # dW = g^T x, now or later
         def write_in_fp8(out: torch.Tensor, beta: int) -> None:
-            x = saved
+            x = saved_x
             if comm == "gather":
-                gathered = gathering or fp8.matmuls.start_gather(saved, axis)
-                x = fp8.recipe.transposed(gathered.wait(), "x")
+                rows = gathering or fp8.matmuls.start_gather(saved_x, axis)
+                x = fp8.x.transposed(rows.wait())
             write_weight_grad(out, beta, whole_g.columnwise, x)
 
         def write_in_16_bits(out: torch.Tensor, beta: int) -> None:
-            x = all_gather(saved, axis) if comm == "gather" else saved
+            x = all_gather(x_in_16_bits, axis) if comm == "gather" else x_in_16_bits
             dy = all_gather(grad, axis) if comm == "scatter" else grad
             add_product(out, dy, x, beta)
 
@@ -220,16 +199,11 @@ class Fp8LinearFunction(torch.autograd.Function):
         return dx.wait().view((-1, *ctx.shape[1:-1], weight.shape[1])), dw, *[None] * 5
 
 
-def forward_matmul(
-    fp8: Fp8LayerState, x: Fp8Matrix, w: Fp8Matrix, axis: Axis, comm: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """y = x W^T with the communication of the table's forward. x `[t, i]`, w `[o, i]`, rowwise -> `[t, o]`"""
-    if comm == "gather":
-        return fp8.matmuls.gather_matmul(x, w, axis, dtype, fast=True)[0]
-    if comm == "scatter":
-        return fp8.matmuls.matmul_scatter(x, w, axis, dtype, fast=True).wait()
-    y = fp8_matmul(x, w, dtype, fast=True)
-    return all_reduce_(y, axis) if comm == "sum" else y
+def quantize_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
+    """Quantize g `[..., o]` to the copies that the backward needs. tensorwise: as `quantize_input`."""
+    fp8_group = axis if comm in ("copy", "gather", "scatter") else None  # its ranks have parts of g
+    copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
+    return fp8.g.quantize(grad.flatten(0, -2), copies, fp8_group)
 
 
 def input_grad_matmul(
@@ -243,29 +217,10 @@ def input_grad_matmul(
         return fp8.matmuls.matmul_scatter(g.rowwise, w, axis, dtype), g
     if comm == "scatter":
         dx, rowwise = fp8.matmuls.gather_matmul(g.rowwise, w, axis, dtype)
-        columnwise = fp8.recipe.transposed(rowwise, "g") if fp8.recipe.wgrad else None
+        columnwise = fp8.g.transposed(rowwise) if fp8.recipe.wgrad else None
         return Pending(dx), Quantized(rowwise, columnwise)
     dx = fp8_matmul(g.rowwise, w, dtype)
     return start_all_reduce_(dx, axis) if comm == "copy" else Pending(dx), g
-
-
-def cast_input(fp8: Fp8LayerState, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
-    """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
-    split = axis if CASTS[comm].x_sharded else None
-    copies = input_copies(fp8, comm, trains)
-    return fp8.cast(x.flatten(0, -2), "x", copies, axis=split, record=trains)
-
-
-def input_copies(fp8: Fp8LayerState, comm: str, trains: bool) -> str:
-    """Return which copies of x a layer needs; columnwise is for dW."""
-    return CASTS[comm].x if trains and fp8.recipe.wgrad else "rowwise"
-
-
-def cast_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """Cast grad `[..., o]` to the copies that the backward needs. tensorwise: as `cast_input`."""
-    copies = CASTS[comm].g if fp8.recipe.wgrad else "rowwise"
-    split = axis if CASTS[comm].g_sharded else None
-    return fp8.cast(grad.flatten(0, -2), "g", copies, axis=split)
 
 
 def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) -> None:
@@ -274,3 +229,34 @@ def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) 
         add_grad(out, fp8_matmul(g, x, out.dtype), beta)
     else:
         add_fp8_product_(out, g, x, overwrite=beta == 0)
+
+
+class Fp8Matmuls:
+    """The matmuls a b^T of FP8 layers under sequence parallelism, with the gather or reduce-scatter of each.
+
+    a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; dtype, fast: as of `fp8_matmul`.
+    """
+
+    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
+        """Start to all-gather FP8 rows, and their scales if they have any; the result: an Fp8Matrix."""
+        data = start_all_gather(matrix.data.view(torch.uint8), axis)
+        inverse = start_scale_gather(matrix, axis)
+        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
+
+    def gather_matmul(
+        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
+    ) -> tuple[torch.Tensor, Fp8Matrix]:
+        """Gather the rows of a, then multiply -> `[t, n]`, and the gathered a."""
+        whole = self.start_gather(a, axis).wait()
+        return fp8_matmul(whole, b, dtype, fast), whole
+
+    def matmul_scatter(
+        self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
+    ) -> Pending:
+        """Multiply, then start to reduce-scatter the rows; the result `[t/tp, n]`"""
+        return start_reduce_scatter(fp8_matmul(a, b, dtype, fast), axis)
+
+
+def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
+    """Start to all-gather the scales of rows or blocks; a tensor's one scale is the same on all ranks."""
+    return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)

@@ -69,7 +69,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
 
     def capture(step, pool):
         scales = run.model.scales
-        changed = [bucket.grads for bucket in run.buckets.all] + ([scales.history] if scales else [])
+        changed = [bucket.grads for bucket in run.buckets.all] + ([scales.amax_history] if scales else [])
         before = [x.clone() for x in changed]
         with Recorder() as recorder:
             step()

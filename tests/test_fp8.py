@@ -5,7 +5,7 @@ import torch
 
 from nanomegatron import fp8
 from nanomegatron.checkpoint.fp8_state import fp8_state, load_fp8_state
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Scales
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Fp8LayerState, Recipe, Scales
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import fp8_cast as ops_fp8_cast
 from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_decode
@@ -17,10 +17,11 @@ NAN, INF = float("nan"), float("inf")
 UNIT = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}  # of a value, and near zero at scale 1
 
 
-def new(name, *axes, **more):
-    """Scales with one layer, and that."""
-    scales = Scales(RECIPES[name](**more), CPU, axes)
-    return scales, scales.add_layer("fc1")
+def new(name, *axes, others=(), **more):
+    """Scales with a layer fc1, before the `others`, and that."""
+    recipe = Recipe(RECIPES[name], **more)
+    layers = [Fp8LayerState(layer, recipe) for layer in ("fc1", *others)]
+    return Scales(recipe, layers, CPU, axes), layers[0]
 
 
 def same(a, b):
@@ -43,7 +44,7 @@ def operands(name, gradient=E5M2, shape=(48, 160, 32)):
     x, w, g = torch.randn(t, i) * torch.rand(t, 1), 0.02 * torch.randn(o, i), 1e-4 * torch.randn(t, o)
     for _ in range(2):  # delayed: the second time with the scales of the first
         scales.end_step()
-        casts = layer.cast(x, "x"), layer.weight(w), layer.cast(g, "g")
+        casts = layer.x.quantize(x), layer.weight(w), layer.g.quantize(g)
     return (x, w, g), casts
 
 
@@ -102,7 +103,7 @@ def test_scales_of_each_kind():
 def test_a_margin_leaves_room(name):
     scales, layer = new(name, margin=3)
     for _ in range(2):
-        cast = layer.cast(torch.full((2, 4), 3.5), "x", "rowwise")
+        cast = layer.x.quantize(torch.full((2, 4), 3.5), "rowwise")
         scales.end_step()
     assert (
         cast.rowwise.data.float().unique() == 56.0
@@ -132,23 +133,22 @@ WAYS = [{}, {"history": 3}, {"history": 3, "algo": "max"}, {"history": 3, "algo"
 
 @pytest.mark.parametrize("way", range(4))
 def test_a_history_by_hand(way):
-    scales, layer = new("delayed", **WAYS[way])
-    scales.add_layer("another")
+    scales, layer = new("delayed", others=["another"], **WAYS[way])
     scales.has_history = True  # as after a step without amaxes
     scale = 1.0
     for amaxes, following in STEPS:
         for amax in amaxes:
             x = torch.tensor([[amax / 2, -amax]])
             for _ in range(2):  # a recomputed forward changes nothing, nor does an evaluation
-                layer.cast(1e3 * x, "x", record=False)
-                cast = layer.cast(x, "x").rowwise
+                layer.x.quantize(1e3 * x, record=False)
+                cast = layer.x.quantize(x).rowwise
                 assert cast.inverse == 1 / torch.tensor(scale)
                 expected = (x * scale).clamp(-448, 448).to(E4M3)
                 assert torch.equal(cast.data.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
         scales.end_step()
         scale = following[way]
         assert scales.scale.tolist() == [scale, 1.0, 1.0, 1.0, 1.0, 1.0]
-        assert (scales.inverses == 1 / scales.scale[:, None]).all() and scales.inverses.shape == (6, 4)
+        assert (scales.scale_inv == 1 / scales.scale[:, None]).all() and scales.scale_inv.shape == (6, 4)
 
 
 def test_the_first_step_casts_as_tensorwise_does():
@@ -156,8 +156,8 @@ def test_the_first_step_casts_as_tensorwise_does():
     scales, layer = new("delayed", margin=1)
     batches = torch.randn(3, 8, 8) * 1e-6
     for x in batches:
-        same(layer.cast(x, "g").rowwise, new("tensorwise", margin=1)[1].cast(x, "g").rowwise)
-        layer.cast(1e3 * x, "g", record=False)
+        same(layer.g.quantize(x).rowwise, new("tensorwise", margin=1)[1].g.quantize(x).rowwise)
+        layer.g.quantize(1e3 * x, record=False)
     scales.end_step()
     assert scales.has_history and scales.scale[2] == 57344 / 2 / batches.abs().max()
     again = new("delayed", margin=1)[0]
@@ -169,8 +169,8 @@ def test_the_first_step_casts_as_tensorwise_does():
 
 def test_gradients_have_their_own_limit():
     scales, layer = new("delayed", margin=1)
-    layer.cast(torch.full((1, 1), 7.0), "g", "rowwise")
-    layer.cast(torch.full((1, 1), 14.0), "w", "rowwise")
+    layer.g.quantize(torch.full((1, 1), 7.0), "rowwise")
+    layer.w.quantize(torch.full((1, 1), 14.0), "rowwise")
     scales.end_step()
     assert scales.scale.tolist() == [1.0, 16.0, 4096.0]
 
@@ -200,30 +200,30 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
 
 def agree(mesh, name, role):
     """Rank 1 has the larger values; scales and amaxes are those of both, and so is what is sent."""
-    scales, layer = new(name, mesh.tp, mesh.dp_cp, history=2)
-    scales.add_layer("fc2")
+    scales, layer = new(name, mesh.tp, mesh.dp_cp, others=["fc2"], history=2)
     both = torch.arange(1.0, 9.0).view(4, 2)
     x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
     scales.has_history = True
     mesh.observer.counts.clear()
-    cast = layer.weight(x, axis) if role == "w" else layer.cast(x, role, "both", axis)
+    cast = layer.weight(x, axis) if role == "w" else getattr(layer, role).quantize(x, "both", axis)
     sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
     assert {key[2]: count for key, count in mesh.observer.counts.items()} == sent
     if name == "tensorwise":
-        whole = new(name)[1].cast(both, role, "rowwise").rowwise
+        whole = getattr(new(name)[1], role).quantize(both, "rowwise").rowwise
         same(cast.rowwise, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
     scales.end_step()
     if name == "delayed":
         assert mesh.observer.counts[axis.name, "all_reduce", "calls"] == 1
         assert mesh.observer.counts[axis.name, "all_reduce", "bytes"] == 6 * 4
-        slot = "xwg".index(role)
-        assert scales.scale[slot] == torch.finfo(scales.recipe.dtype(role)).max / 8
+        quantizer = getattr(layer, role)
+        assert quantizer.scale == torch.finfo(quantizer.dtype).max / 8
+        assert quantizer.scale == scales.scale["xwg".index(role)]
         before = scales.scale.clone()
         for rank in range(2):  # no rank keeps what is no number, whichever had it
-            layer.cast(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "g", "rowwise")
+            layer.g.quantize(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "rowwise")
             scales.end_step()
-            assert torch.equal(scales.scale, before) and scales.history.isfinite().all()
-    return cast.rowwise.inverse, scales.scale, scales.history
+            assert torch.equal(scales.scale, before) and scales.amax_history.isfinite().all()
+    return cast.rowwise.inverse, scales.scale, scales.amax_history
 
 
 @pytest.mark.parametrize("role", ["x", "w", "g"])
@@ -243,25 +243,25 @@ def test_a_nan_on_one_rank():
 def with_nan(mesh):
     _, layer = new("tensorwise")
     x = [torch.full((2, 2), NAN if mesh.rank == rank else 3.0) for rank in range(2)]
-    return [layer.cast(each, "x", "rowwise", mesh.tp).rowwise.inverse.item() for each in x]
+    return [layer.x.quantize(each, "rowwise", mesh.tp).rowwise.inverse.item() for each in x]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_zeros_infinity_and_nan(name):
     _, layer = new(name)
-    zeros = layer.cast(torch.zeros(16, 16), "x")
+    zeros = layer.x.quantize(torch.zeros(16, 16))
     for copy in zeros:
         assert (copy.inverse == 1.0).all() and not fp8_decode(copy).any()
     x = torch.ones(16, 16)
     x[3, 4], x[5, 6], x[7, 8] = INF, -INF, NAN
-    row, flip = layer.cast(x, "x")
+    row, flip = layer.x.quantize(x)
     for copy, what in (row, x), (flip, x.t()):
         found = fp8_decode(copy)
         assert torch.equal(found.isnan(), what.isnan())
         assert torch.equal(found[what == INF], torch.tensor([448.0]))
         assert torch.equal(found[what == -INF], torch.tensor([-448.0]))
         assert (found[what == 1.0] == 1.0).all()
-    y = fp8_matmul(row, layer.cast(torch.eye(16), "x").rowwise, torch.float32)
+    y = fp8_matmul(row, layer.x.quantize(torch.eye(16)).rowwise, torch.float32)
     assert y[7].isnan().all() and y.isnan().sum() == 16
 
 
@@ -269,9 +269,9 @@ def test_overflow_saturates_for_one_step():
     scales, layer = new("delayed")
     scales.has_history = True
     x = torch.full((1, 2), 1000.0)
-    assert fp8_decode(layer.cast(x, "x", "rowwise").rowwise).tolist() == [[448.0, 448.0]]
+    assert fp8_decode(layer.x.quantize(x, "rowwise").rowwise).tolist() == [[448.0, 448.0]]
     scales.end_step()
-    torch.testing.assert_close(fp8_decode(layer.cast(x, "x", "rowwise").rowwise), x)
+    torch.testing.assert_close(fp8_decode(layer.x.quantize(x, "rowwise").rowwise), x)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -279,9 +279,9 @@ def test_an_outlier_costs_its_tensor_or_its_row_or_block(name):
     x = torch.ones(256, 256)
     x[0, 0], x[1, 0] = 448 * 2.0**10, -1.5
     scales, layer = new(name)
-    layer.cast(x, "x")
+    layer.x.quantize(x)
     scales.end_step()
-    found = fp8_decode(layer.cast(x, "x", "rowwise").rowwise)
+    found = fp8_decode(layer.x.quantize(x, "rowwise").rowwise)
     assert found[0, 0] == x[0, 0]
     lost = (found == 0.0).sum()
     if name in ("delayed", "tensorwise"):  # 1.0 is half the smallest step, and even is down; -1.5 is up
@@ -292,19 +292,18 @@ def test_an_outlier_costs_its_tensor_or_its_row_or_block(name):
 
 def trained(recipe, names, steps=3):
     """Scales of these layers after some steps in which each has its own values."""
-    scales = Scales(recipe, CPU)
-    for name in names:
-        scales.add_layer(name)
+    scales = Scales(recipe, [Fp8LayerState(name, recipe) for name in names], CPU)
     for step in range(steps):
         for name, layer in scales.layers.items():
-            for role in "xwg":
-                layer.cast(torch.full((1, 1), float(len(name) + step + ord(role))), role, "rowwise")
+            for quantizer in layer.quantizers:
+                value = float(len(name) + step + ord(quantizer.role))
+                quantizer.quantize(torch.full((1, 1), value), "rowwise")
         scales.end_step()
     return scales
 
 
 def test_state_is_loaded_by_name():
-    recipe = Delayed(history=3, algo="max")
+    recipe = Recipe(Delayed, history=3, algo="max")
     scales = trained(recipe, ["a", "bb", "ccc"])
     state = fp8_state(scales)
     assert sorted(state) == sorted(
@@ -315,31 +314,30 @@ def test_state_is_loaded_by_name():
     load_fp8_state(other, state)
     assert weight is not None and other.layers["a"].cached_weight is None
     assert all(torch.equal(value, state[name]) for name, value in fp8_state(other).items())
-    assert (other.inverses == 1.0 / other.scale[:, None]).all()
+    assert (other.scale_inv == 1.0 / other.scale[:, None]).all()
     for both in scales, other:  # they go on alike; what was saved does not follow
         for _ in range(2):
-            both.layers["ccc"].cast(torch.full((1, 1), 2.0), "x", "rowwise")
+            both.layers["ccc"].x.quantize(torch.full((1, 1), 2.0), "rowwise")
             both.end_step()
     assert all(torch.equal(value, fp8_state(scales)[name]) for name, value in fp8_state(other).items())
     assert not torch.equal(state["ccc.fp8_history"], fp8_state(scales)["ccc.fp8_history"])
 
 
 def test_what_cannot_be_loaded_or_made():
-    scales, _ = new("delayed")
-    with pytest.raises(ValueError, match="fc1 already"):
-        scales.add_layer("fc1")
+    with pytest.raises(ValueError, match="names of their own.*fc1.*fc1"):
+        new("delayed", others=["fc1"])
     with pytest.raises(ValueError, match="algo is most_recent or max"):
-        Delayed(algo="mean")
+        Recipe(Delayed, algo="mean")
     with pytest.raises(ValueError, match="history=0"):
-        Delayed(history=0)
-    with pytest.raises(ValueError, match="tuple"):
-        scales.layers["fc1"].cast(torch.ones(1, 1), "y", "rowwise")
+        Recipe(Delayed, history=0)
+    with pytest.raises(ValueError, match="outputs: rowwise, columnwise, both"):
+        new("delayed")[1].x.quantize(torch.ones(1, 1), "row")
     for name in "tensorwise", "rowwise", "blockwise":
         scales, _ = new(name)
         assert fp8_state(scales) == {}
         load_fp8_state(scales, {})
         scales.end_step()
-    Scales(Delayed(), CPU, [Axis.single()]).end_step()  # a stage without layers
+    Scales(Recipe(Delayed), [], CPU, [Axis.single()]).end_step()  # a stage without layers
 
 
 @pytest.mark.parametrize("role", ["x", "g"])
@@ -348,13 +346,13 @@ def test_requantizing_gives_the_transposed_cast(name, role):
     """Tensor scales: to the bit. Powers of two: nothing is rounded twice but near zero. Records no amax."""
     scales, layer = new(name)
     x = torch.randn(64, 160)
-    layer.cast(x, role)
+    getattr(layer, role).quantize(x)
     scales.end_step()
-    rowwise, expected = layer.cast(x, role)
-    recorded = scales.history.clone()
-    columnwise = layer.recipe.transposed(rowwise, role)
+    rowwise, expected = getattr(layer, role).quantize(x)
+    recorded = scales.amax_history.clone()
+    columnwise = getattr(layer, role).transposed(rowwise)
     assert columnwise.data.is_contiguous() and columnwise.data.shape == (160, 64)
-    assert torch.equal(scales.history, recorded)
+    assert torch.equal(scales.amax_history, recorded)
     if name in ("delayed", "tensorwise"):
         same(columnwise, expected)
     else:

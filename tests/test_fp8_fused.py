@@ -10,7 +10,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fp8_producers import fp8_placeholder, quantizing_mlp, quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
-from nanomegatron.fp8 import RECIPES, Scales
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.model import TransformerLayer, run_layers
@@ -57,10 +57,10 @@ def layer_of(recipe, dtype=torch.float32, early=True, **more):
     """A layer in FP8, its scales, and what runs it; early: norms and units quantize."""
     config = config_of(**more)
     layer = TransformerLayer(config, 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
-    scales = Scales(RECIPES[recipe](), CPU)
+    recipe = Recipe(RECIPES[recipe])
     attention, mlp = layer.self_attention, layer.mlp
-    for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
-        use_fp8(linear, scales.add_layer(linear.weight.spec.name))
+    linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+    scales = Scales(recipe, [use_fp8(linear, recipe) for linear in linears], CPU)
     if not early:
         return layer, scales, run_layers
     mlp.run = partial(quantizing_mlp, discards=config.recomputes("mlp_act"))
@@ -114,7 +114,7 @@ def test_amaxes_and_scales_are_those_of_layers_that_quantize_themselves(recipe, 
     plain, own, run_plain = layer_of(recipe, torch.bfloat16, early=False, **model)
     for got, expected in zip(steps(fused, its, run), steps(plain, own, run_plain), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert torch.equal(its.history, own.history) and torch.equal(its.scale, own.scale)
+    assert torch.equal(its.amax_history, own.amax_history) and torch.equal(its.scale, own.scale)
 
 
 @pytest.mark.parametrize("modules", ["layernorm", "mlp_act", "mlp", "layernorm mlp_act", "layernorm mlp"])

@@ -14,7 +14,7 @@ from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import GatheredParams, ParamAndGradBuckets
 from nanomegatron.fast import fp8_gather
 from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts, casts_weights
-from nanomegatron.fp8 import RECIPES, RowScaled, Scales, recipe_of
+from nanomegatron.fp8 import RECIPES, Recipe, Rowwise, Scales, recipe_of
 from nanomegatron.mesh import World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
@@ -72,7 +72,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     return {
         "steps": found,
         "weights": weights_of(run),
-        "scale": scales.scale[1::3] if scales.recipe.keeps_history else None,
+        "scale": scales.scale[1::3] if scales.recipe.quantizer.keeps_history else None,
         "alike": alike(run),
     }
 
@@ -160,8 +160,8 @@ RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
 def built(recipe: str, ours: bool = True):
     """ours: casts by the optimizer, which are not sharded here, but tensorwise ones too are made as if."""
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=16, init=Init(dtype=torch.bfloat16))
-    scales = Scales(RECIPES[recipe](), torch.device("cpu"))
-    quantize_layers(model, scales, range(2))
+    recipe = Recipe(RECIPES[recipe])
+    scales = Scales(recipe, [*quantize_layers(model, recipe, range(2))], torch.device("cpu"))
     kinds = {True: WeightCasts if ours else GatheredParams, False: GatheredParams}
     gathered = lambda param, shards: kinds[hasattr(param, "fp8")]  # noqa: E731
     buckets = ParamAndGradBuckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE, gathered=gathered)
@@ -238,12 +238,14 @@ def test_a_rehearsal_leaves_no_trace():
     batch = torch.randint(29, (4, 17), generator=torch.Generator().manual_seed(1))
     step_of(model, buckets, batch)
     scales.clear_step()
-    assert not scales.history.any()
+    assert not scales.amax_history.any()
     optimizer.cast_weights()
     optimizer.cast_weights()
-    assert scales.history[0, 1::3].all() and all(layer.optimizer_cast for layer in scales.layers.values())
+    assert scales.amax_history[0, 1::3].all() and all(
+        layer.optimizer_cast for layer in scales.layers.values()
+    )
     with pytest.raises(ValueError, match="gather=True"):
-        RowScaled(gather=True)
+        Recipe(Rowwise, gather=True)
 
 
 @pytest.mark.parametrize(

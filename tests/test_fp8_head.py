@@ -9,7 +9,7 @@ import torch
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.fast.fp8_producers import quantizing_loss
-from nanomegatron.fp8 import Delayed, Recipe, Scales
+from nanomegatron.fp8 import Delayed, Recipe, Scales, Tensorwise
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.layers import OutputLayer, logits_then_loss
 from nanomegatron.mesh import Axis
@@ -32,16 +32,18 @@ def test_logits_and_gradients_are_those_of_the_casts(tied):
     model = replace(TINY["llama"], hidden_size=32)
     spec = vocab_spec("output_layer.weight", (90, 96), 32, Axis.single(), tied)
     weight = new_parameter(spec, Init(dtype=torch.bfloat16))
-    layer, scales = OutputLayer(model, 90, weight, Axis.single()), Scales(Recipe(), weight.device)
-    use_fp8(layer, scales.add_layer("output_layer.weight"))
+    layer, recipe = OutputLayer(model, 90, weight, Axis.single()), Recipe(Tensorwise)
+    fp8 = use_fp8(layer, recipe)
+    scales = Scales(recipe, [fp8], weight.device)
     assert hasattr(weight, "fp8") is not tied
     x = torch.randn(8, 2, 32, dtype=torch.bfloat16, requires_grad=True)
     logits, dy = layer(x, None, None), torch.randn(8, 2, 96, dtype=torch.bfloat16)
     logits.backward(dy)
-    w = fp8_decode(scales.layers["output_layer.weight"].weight(weight).rowwise).double()
-    cast = scales.layers["output_layer.weight"].cast
+    assert list(scales.layers) == ["output_layer.weight"]
+    w = fp8_decode(fp8.weight(weight).rowwise).double()
     rows, grads = (
-        fp8_decode(cast(t.flatten(0, 1), role).rowwise).double() for t, role in ((x, "x"), (dy, "g"))
+        fp8_decode(quantizer.quantize(t.flatten(0, 1)).rowwise).double()
+        for t, quantizer in ((x, fp8.x), (dy, fp8.g))
     )
     for found, exact in ((logits, rows @ w.t()), (x.grad, grads @ w), (weight.grad, grads.t() @ rows)):
         found = found.double().reshape(exact.shape)
@@ -114,11 +116,8 @@ def test_a_gradient_of_logits_that_the_loss_casts_is_the_plain_ones_to_the_bit(r
         torch.manual_seed(1)
         init = Init(std=0.3, dtype=torch.bfloat16)
         weight = new_parameter(vocab_spec("out.weight", (real, 96), 32, Axis.single()), init)
-        layer, scales = (
-            OutputLayer(model, real, weight, Axis.single()),
-            Scales(Delayed(), weight.device),
-        )
-        use_fp8(layer, scales.add_layer("out.weight"))
+        layer, recipe = OutputLayer(model, real, weight, Axis.single()), Recipe(Delayed)
+        scales = Scales(recipe, [use_fp8(layer, recipe)], weight.device)
         layer.loss = quantizing_loss if fast else logits_then_loss
         for _ in range(2):
             x, weight.grad = torch.randn(16, 2, 32).bfloat16().requires_grad_(), None

@@ -11,7 +11,7 @@ import torch
 import train
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.faults.exit import DONE
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Recipe, Scales
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Delayed, Fp8LayerState, Recipe, Scales, Tensorwise
 from nanomegatron.launch import ending
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -27,8 +27,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def new(recipe: Recipe, *names: str) -> tuple:
-    scales = Scales(recipe, CPU)
-    layers = [scales.add_layer(name) for name in names or ("fc1.weight",)]
+    layers = [Fp8LayerState(name, recipe) for name in names or ("fc1.weight",)]
+    scales = Scales(recipe, layers, CPU)
     return stats_of(scales, Mesh()), scales, *layers
 
 
@@ -46,17 +46,17 @@ def row(numbers: dict, tensor: str) -> list[float]:
 
 def test_counts_by_hand():
     """Delayed, scale 1: E4M3 goes to 448 and down to 2^-9, E5M2 to 57344 and down to 2^-16; ties to zero."""
-    stats, scales, layer = new(Delayed())
+    stats, scales, layer = new(Recipe(Delayed))
     scales.has_history = True
     layer.weight(weight := torch.tensor([[448.0, 449.0, 1.0, 0.0]]))  # of an evaluation before
     stats.begin()
-    layer.cast(torch.tensor([[500.0, -449.0, 448.0, 0.0], [2**-9, -(2**-10), 1e-5, 1.0]]), "x")
-    layer.cast(torch.tensor([[1e4, -448.0, 448.0, 1e-4]]), "x")  # another microbatch
-    layer.cast(torch.full((1, 4), 1e9), "x", record=False)  # an evaluation, or about to be recomputed
-    layer.cast(torch.full((4, 1), 1e9), "x", "columnwise")
+    layer.x.quantize(torch.tensor([[500.0, -449.0, 448.0, 0.0], [2**-9, -(2**-10), 1e-5, 1.0]]))
+    layer.x.quantize(torch.tensor([[1e4, -448.0, 448.0, 1e-4]]))  # another microbatch
+    layer.x.quantize(torch.full((1, 4), 1e9), record=False)  # an evaluation, or about to be recomputed
+    layer.x.quantize(torch.full((4, 1), 1e9), "columnwise")
     for _ in range(3):
         layer.weight(weight)
-    layer.cast(torch.tensor([[-57345.0, 57344.0, 2**-16, 2**-17]]), "g")
+    layer.g.quantize(torch.tensor([[-57345.0, 57344.0, 2**-16, 2**-17]]))
     numbers = statistics(stats)
     assert list(numbers) == [f"fc1/{role}/{kind}" for role in "xwg" for kind in KINDS]
     assert row(numbers, "fc1/x") == [1.0, 1e4, 3 / 12, 3 / 12]
@@ -65,7 +65,7 @@ def test_counts_by_hand():
 
     scales.end_step()
     stats.begin()
-    layer.cast(torch.tensor([[20000.0, 10.0]]), "x")  # the scale is the last step's: the largest was 1e9
+    layer.x.quantize(torch.tensor([[20000.0, 10.0]]))  # the scale is the last step's: the largest was 1e9
     numbers = statistics(stats)
     assert row(numbers, "fc1/x") == pytest.approx([448 / 1e9, 20000.0, 0.0, 1 / 2])
     assert row(numbers, "fc1/g") == pytest.approx([57344 / 57345, 0.0, 0.0, 0.0]), "nothing was cast"
@@ -76,12 +76,12 @@ def test_counts_by_hand():
 def test_losses_value_by_value(name, gradient):
     """Against x times the scale that each value has; blocks that are not whole, too."""
     torch.manual_seed(1)
-    _, _, layer = new(RECIPES[name](gradient))
+    _, _, layer = new(Recipe(RECIPES[name], gradient))
     x = torch.randn(130, 150, dtype=torch.bfloat16) * torch.exp(8 * torch.randn(130, 150)).bfloat16()
     x[::3, 7], x[5], x[6, 3] = 0.0, 0.0, INF
     x[7, 3], x[8, :140] = NAN, -1e5
     for role in ("x", "w", "g"):
-        cast = layer.cast(x, role, "rowwise").rowwise
+        cast = getattr(layer, role).quantize(x, "rowwise").rowwise
         scale = 1 / fp8_decode(cast._replace(data=torch.ones_like(x).to(cast.data.dtype))).double()
         top, scaled = torch.finfo(cast.data.dtype).max, x.double() * scale
         saturated = (scaled.abs() > top * 1.00001).sum()
@@ -94,11 +94,11 @@ def test_losses_value_by_value(name, gradient):
 def test_scales_of_the_values_themselves_do_not_saturate(name):
     torch.manual_seed(2)
     for i in range(40):
-        stats, _, layer = new(RECIPES[name](margin=i % 2))
+        stats, _, layer = new(Recipe(RECIPES[name], margin=i % 2))
         stats.begin()
         inputs = [torch.randn(32, 256) * 10 ** (-8 * torch.rand(()) - 2) for _ in range(3)]
         inputs[1][3] = 0.0  # the scale of zeros is 1, and is not reported
-        casts = [layer.cast(x, "x").rowwise for x in inputs]
+        casts = [layer.x.quantize(x).rowwise for x in inputs]
         scale, amax, saturated, underflow = row(statistics(stats), "fc1/x")
         assert saturated == 0.0 and amax == max(x.abs().max() for x in inputs)
         lost = sum(((fp8_decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))
@@ -108,10 +108,10 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
 
 
 def test_what_is_not_finite_is_told():
-    stats, _, layer = new(Recipe())
+    stats, _, layer = new(Recipe(Tensorwise))
     stats.begin()
-    layer.cast(torch.tensor([[NAN, 1.0], [2.0, 0.0]]), "x")
-    layer.cast(torch.tensor([[INF, 500.0], [2.0, 0.0]]), "w")
+    layer.x.quantize(torch.tensor([[NAN, 1.0], [2.0, 0.0]]))
+    layer.w.quantize(torch.tensor([[INF, 500.0], [2.0, 0.0]]))
     numbers = statistics(stats)
     assert row(numbers, "fc1/x") == [1.0, INF, 0.0, 0.0]
     assert row(numbers, "fc1/w") == [1.0, INF, 1 / 2, 0.0]
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_told():
 
 def test_other_steps_do_nothing(monkeypatch):
     """Only between `begin` and `end_counting` is there anything to call."""
-    stats, scales, one, two = new(Recipe(), "a.weight", "b.weight")
+    stats, scales, one, two = new(Recipe(Tensorwise), "a.weight", "b.weight")
     calls = []
     monkeypatch.setattr(stats, "_record", lambda slot, *_: calls.append(slot))
     weight, x = torch.randn(16, 16), torch.randn(16, 16)
@@ -127,7 +127,7 @@ def test_other_steps_do_nothing(monkeypatch):
         if recorded:
             stats.begin()
         assert bool(scales.stats_hook) is recorded
-        one.cast(x, "x"), two.weight(weight), two.cast(x, "g")
+        one.x.quantize(x), two.weight(weight), two.g.quantize(x)
         if recorded:
             stats.end_counting()
         scales.end_step()
@@ -152,15 +152,15 @@ def test_names_of_a_pipeline_of_unequal_ranks():
 
 def _on_a_stage(world: World) -> dict:
     mesh = Mesh.build(ParallelConfig(pipeline_model_parallel_size=3), world, CPU)
-    scales = Scales(Delayed(), CPU)
+    names = (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
+    recipe = Recipe(Delayed)
+    layers = [Fp8LayerState(name, recipe) for name in names]
+    scales = Scales(recipe, layers, CPU)
     scales.has_history = True
-    layers = [
-        scales.add_layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
-    ]
     stats = stats_of(scales, mesh)
     stats.begin()
     for layer in layers[:1]:
-        layer.cast(torch.tensor([[1.0, 1000.0 * (mesh.rank + 1)]]), "x")
+        layer.x.quantize(torch.tensor([[1.0, 1000.0 * (mesh.rank + 1)]]))
     return statistics(stats)
 
 

@@ -14,7 +14,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, RowScaled, Scales
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Fp8LayerState, Recipe, Rowwise, Scales
 from nanomegatron.mesh import Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.fp8_cast import fp8_cast_rows, fp8_decode
@@ -29,7 +29,7 @@ from tests.test_fp8_stats import stats_of
 from tests.test_moe_experts import BASE, INIT, KINDS, offsets_of, one, parameters
 from tests.training import arguments, check_entered, train_on_a_rank
 
-CPU, ROWWISE, REAL = torch.device("cpu"), RowScaled(), torch._scaled_grouped_mm
+CPU, ROWWISE, REAL = torch.device("cpu"), Recipe(Rowwise), torch._scaled_grouped_mm
 E, H = BASE.num_experts, BASE.hidden_size
 ROWS = [(16, 32, 16, 48), (16, 0, 32, 0), (0, 0, 48, 0), (0, 0, 0, 0), (5, 1, 0, 7)]
 
@@ -37,8 +37,7 @@ ROWS = [(16, 32, 16, 48), (16, 0, 32, 0), (0, 0, 48, 0), (0, 0, 0, 0), (5, 1, 0,
 def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     """Experts in FP8, their buckets, their scales."""
     experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype), activation(config))
-    scales = Scales(recipe, CPU)
-    quantize_experts(experts, scales)
+    scales = Scales(recipe, quantize_experts(experts, recipe), CPU)
     discard_activations(experts, config.recompute_modules)
     return experts, ParamAndGradBuckets(experts, ParallelConfig(), ALONE), scales
 
@@ -70,7 +69,8 @@ def layer(size, recipe):
     spec = ParamSpec((replica("w.weight", size, Mesh().etp),), size)
     model = torch.nn.Module()
     model.weight = new_parameter(spec, Init(seed=3, std=0.3))
-    fp8 = Scales(recipe, CPU).add_layer("w.weight", E4M3)
+    fp8 = Fp8LayerState("w.weight", recipe, E4M3)
+    Scales(recipe, [fp8], CPU)
     return model.weight, ParamAndGradBuckets(model, ParallelConfig(), ALONE), fp8
 
 
@@ -82,7 +82,7 @@ def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
     """All three products of decoded casts, in float64; of features experts share a scale."""
     i, o = 32, 48
     extra, offsets = 16, offsets_of(sizes)
-    weight, buckets, fp8 = layer((E * i, o) if transposed else (E * o, i), RowScaled(wgrad=wgrad))
+    weight, buckets, fp8 = layer((E * i, o) if transposed else (E * o, i), Recipe(Rowwise, wgrad=wgrad))
     along, across = rows_of(weight.detach()).chunk(E), columns_of(weight.detach()).chunk(E)
     forward, back = (across, along) if transposed else (along, across)
     turn = (lambda w: w.t()) if transposed else (lambda w: w)  # to [o, i]
@@ -145,7 +145,7 @@ def results(config, recipe=ROWWISE, known=False, later=False):
     return [y.detach(), x.grad, *(p.main_grad for p in experts.parameters())], kept
 
 
-@pytest.mark.parametrize("recipe", [RowScaled(), RowScaled(wgrad=False)], ids=["", "no wgrad"])
+@pytest.mark.parametrize("recipe", [Recipe(Rowwise), Recipe(Rowwise, wgrad=False)], ids=["", "no wgrad"])
 def test_what_changes_no_bit(recipe):
     """Offsets on the host, recomputation, deferred weight gradients, and a loop.
 
@@ -207,21 +207,21 @@ def test_one_matmul_is_the_loop(kind, sizes, monkeypatch):
 
 def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
     """In the hybrid format too; only under rowwise, and with rows to multiples of 16."""
-    experts, buckets, scales = built(recipe=RowScaled(gradient=E5M2))
+    experts, buckets, scales = built(recipe=Recipe(Rowwise, gradient=E5M2))
     assert list(scales.layers) == [f"{INIT.name}.{name}.weight" for name in ("linear_fc1", "linear_fc2")]
     assert experts.multiple == 16 and fp8_state(scales) == {}
     roles, types, multiply = [], set(), torch._scaled_mm
 
-    def casting(real, x, role, *args, **how):
-        roles.append(role)
-        return real(x, role, *args, **how)
+    def casting(quantizer, *args):
+        roles.append(quantizer.role)
+        return cast(quantizer, *args)
 
     def multiplying(a, b, *args, **how):
         types.update((a.dtype, b.dtype))
         return multiply(a, b, *args, **how)
 
-    for fp8 in scales.layers.values():
-        monkeypatch.setattr(fp8, "cast", partial(casting, fp8.cast))
+    cast = Rowwise.cast
+    monkeypatch.setattr(Rowwise, "cast", casting)
     monkeypatch.setattr(torch, "_scaled_mm", multiplying)
     buckets.zero_grad_buffer(2)
     for _ in range(2):
@@ -232,19 +232,21 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
         experts(batch(ROWS[0]), offsets_of(ROWS[0]))
     assert roles[-4:] == ["x", "w", "x", "w"]
     for name in {*RECIPES} - {"rowwise"}:
-        experts, _, scales = built(recipe=RECIPES[name]())
+        experts, _, scales = built(recipe=Recipe(RECIPES[name]))
         assert experts.linear is GroupedExperts.linear and experts.multiple == 1 and not scales.layers
 
 
 def test_statistics_know_the_format_of_gradients():
     """The scale that is reported is the smallest of those that rows were cast with."""
-    experts, buckets, scales = built(recipe=RowScaled(gradient=E5M2))
-    linear = scales.add_layer("decoder.layers.1.self_attention.linear_qkv.weight")
+    recipe = Recipe(Rowwise, gradient=E5M2)
+    experts, buckets, scales = built(recipe=recipe)
+    linear = Fp8LayerState("decoder.layers.1.self_attention.linear_qkv.weight", recipe)
+    scales = Scales(recipe, [*scales.layers.values(), linear], CPU)
     stats, g = stats_of(scales, Mesh()), batch(ROWS[0], seed=2)
     stats.begin()
     buckets.zero_grad_buffer(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
-    linear.cast(g, "g", "rowwise")
+    linear.g.quantize(g, "rowwise")
     named = stats.by_name(stats.end_counting().tolist())
     for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
         _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]

@@ -17,6 +17,7 @@ from nanomegatron.fast.fp8_producers import quantizing_norm
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_output_loss
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fp8 import Scales
 from nanomegatron.layers import logits_then_loss
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
@@ -135,14 +136,20 @@ TINY = {
 }
 
 
-def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=None, scales=None) -> int:
-    """What autograd holds after a forward pass of the real model, every storage once, parameters apart."""
+def bytes_kept(
+    model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=None, recipe=None, fp8=()
+) -> int:
+    """What autograd holds after a forward pass of the real model, every storage once, parameters apart.
+
+    recipe: of FP8, if any; fp8: a list for the states of the layers.
+    """
     built = GPTModel(
         model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, tp=tp, init=Init(dtype=dtype)
     )
     pick_variants(built, Axis.single("cp"))
-    if scales is not None:
-        quantize_layers(built, scales, range(model.num_layers))
+    if recipe is not None:
+        fp8.extend(quantize_layers(built, recipe, range(model.num_layers)))
+        Scales(recipe, fp8, torch.device("cpu"))
     loss = fused_output_loss if model.cross_entropy_loss_fusion else logits_then_loss
     moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as `paths_for` on a CPU
     layers = FusedLayers(quantizing_norm, model.recomputes("layernorm"))

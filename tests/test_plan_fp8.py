@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Recipe, Tensorwise
 from nanomegatron.plan.memory import memory
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
@@ -20,8 +20,7 @@ def test_activations_in_fp8(family, modules):
     run = replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe="tensorwise"))
     more, kept = replace(run, model=replace(model, num_layers=3)), []
     for shape in (run.model, more.model):
-        scales = Scales(Recipe(), torch.device("cpu"))
-        kept.append(bytes_kept(shape, 32, 4, torch.bfloat16, scales=scales))
+        kept.append(bytes_kept(shape, 32, 4, torch.bfloat16, recipe=Recipe(Tensorwise), fp8=[]))
     layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
     assert layer == pytest.approx(kept[1] - kept[0], rel=0.01)
 
@@ -51,9 +50,9 @@ def test_experts_in_fp8(changes, recipe):
         replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe=recipe)) for run in runs
     ]
     for run in runs:
-        scales = Scales(RECIPES[recipe](), torch.device("cpu"))
-        kept.append(bytes_kept(run.model, 32, 16, torch.bfloat16, scales=scales))
-        casts = [layer.cached_weight for layer in scales.layers.values()]
+        layers = []
+        kept.append(bytes_kept(run.model, 32, 16, torch.bfloat16, recipe=Recipe(RECIPES[recipe]), fp8=layers))
+        casts = [layer.cached_weight for layer in layers]
         assert memory(run, 128, CPU)["FP8 weights"] == sum(c.data.numel() for pair in casts for c in pair)
     two, three = (memory(run, 128, CPU)["activations"] for run in runs)
     assert three - two == pytest.approx(kept[1] - kept[0], rel=0.02)

@@ -6,7 +6,7 @@ import torch
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fp8 import RECIPES, Delayed, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Delayed, Recipe, Scales, Tensorwise
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -21,14 +21,13 @@ ONE = Axis.single("tp")
 
 def layers(tp, sequence_parallel, recipe, dtype=torch.float32, matmuls=None):
     """A column-row pair, the weights of which are slices of the same ones for every tp."""
-    scales = Scales(recipe, torch.device("cpu"), [tp])
     init = Init(dtype=dtype, std=0.1)
     fc1 = ColumnParallelLinear(H, F, tp, init.at("fc1"), bias=False, sequence_parallel=sequence_parallel)
     fc2 = RowParallelLinear(F, H, tp, init.at("fc2"), bias=False, sequence_parallel=sequence_parallel)
-    for name, layer in (("fc1", fc1), ("fc2", fc2)):
-        use_fp8(layer, scales.add_layer(name))
-        layer.fp8.matmuls = matmuls or layer.fp8.matmuls
-    return scales, fc1, fc2
+    states = [use_fp8(layer, recipe) for layer in (fc1, fc2)]
+    for fp8 in states:
+        fp8.matmuls = matmuls or fp8.matmuls
+    return Scales(recipe, states, torch.device("cpu"), [tp]), fc1, fc2
 
 
 def whole(seed=0):
@@ -40,7 +39,7 @@ def whole(seed=0):
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_layer_multiplies_what_was_cast(name, wgrad):
     """To fp32's rounding the three products of the decoded tensors, in float64."""
-    recipe = RECIPES[name](wgrad=wgrad)
+    recipe = Recipe(RECIPES[name], wgrad=wgrad)
     _, fc1, _ = layers(ONE, False, recipe)
     x, grad = torch.randn(256, 1, H), torch.randn(256, 1, F)
     leaf = x.clone().requires_grad_()
@@ -48,7 +47,7 @@ def test_one_layer_multiplies_what_was_cast(name, wgrad):
     y.backward(grad)
     other = layers(ONE, False, recipe)[1].fp8
     (xr, xf), (gr, gf), (wr, wf) = (
-        [fp8_decode(c).double() for c in other.cast(t.flatten(0, -2), role)]
+        [fp8_decode(c).double() for c in getattr(other, role).quantize(t.flatten(0, -2))]
         for t, role in ((x, "x"), (grad, "g"), (fc1.weight, "w"))
     )
     dw = gf @ xf.t() if wgrad else grad.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
@@ -61,7 +60,7 @@ def test_one_layer_multiplies_what_was_cast(name, wgrad):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_is_near_its_exact_self(name):
     """Behind two matmuls, one of E5M2: within a tenth of each result's norm."""
-    _, fc1, fc2 = layers(ONE, False, RECIPES[name]())
+    _, fc1, fc2 = layers(ONE, False, Recipe(RECIPES[name]))
     x, grad = whole()
     found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
     fc2(fc1(found)).backward(grad)
@@ -73,7 +72,7 @@ def test_a_layer_is_near_its_exact_self(name):
 
 def run_layers(mesh, name, sequence_parallel, deferred=False, matmuls=None, wgrad=True):
     """Two steps of the pair on this rank's share; y, dx and dW of each, whole."""
-    tp, recipe = mesh.tp, RECIPES[name](history=2, algo="max", wgrad=wgrad)
+    tp, recipe = mesh.tp, Recipe(RECIPES[name], history=2, algo="max", wgrad=wgrad)
     scales, fc1, fc2 = layers(tp, sequence_parallel, recipe, matmuls=matmuls)
     own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
     later = WeightGradStore()
@@ -134,7 +133,7 @@ def test_weight_gradients_may_be_put_off(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_begins_with_gradients_of_its_own(name, kind):
     """Of a step's two microbatches the sum, whatever the step before has left in the buffer."""
-    _, fc1, _ = layers(ONE, False, RECIPES[name]())
+    _, fc1, _ = layers(ONE, False, Recipe(RECIPES[name]))
     buckets, found = ParamAndGradBuckets(fc1, ParallelConfig(), Mesh(), kind), []
     for numbers in ((0,), (1,), (0, 1)):
         buckets.zero_grad_buffer(len(numbers))
@@ -174,7 +173,7 @@ def test_pieces_make_the_same(name, wgrad, size, files, tmp_path):
 
 
 def sent(mesh, fp8):
-    _, fc1, fc2 = layers(mesh.tp, True, Delayed(), torch.bfloat16)
+    _, fc1, fc2 = layers(mesh.tp, True, Recipe(Delayed), torch.bfloat16)
     if not fp8:
         fc1.linear = fc2.linear = LinearFunction.apply
     x = whole()[0][: S // 2].bfloat16().requires_grad_()
@@ -185,11 +184,11 @@ def sent(mesh, fp8):
 
 def test_an_evaluation_raises_no_amax():
     """The scales of a training step do not depend on what was evaluated before."""
-    scales, layer, _ = layers(ONE, False, Delayed())
+    scales, layer, _ = layers(ONE, False, Recipe(Delayed))
     for trains in (False, True):
         with torch.set_grad_enabled(trains):
             layer(torch.full((S, B, H), 7.0))
-        assert scales.history[0, layer.fp8.slot("x")] == 7.0 * trains
+        assert layer.fp8.x.amax == 7.0 * trains
 
 
 def test_the_sequence_is_gathered_in_fp8():
@@ -198,7 +197,7 @@ def test_the_sequence_is_gathered_in_fp8():
 
 
 def test_the_fp8_copy_is_what_is_kept():
-    _, fc1, _ = layers(ONE, False, Recipe(), torch.bfloat16)
+    _, fc1, _ = layers(ONE, False, Recipe(Tensorwise), torch.bfloat16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         fc1(torch.randn(S, B, H, dtype=torch.bfloat16).requires_grad_())

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
-from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8LayerState, Quantized, RowScaled, Scales
-from nanomegatron.fp8_linear import Fp8Input, cast_input
+from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8LayerState, Quantized, Recipe, Rowwise
+from nanomegatron.fp8_linear import Fp8Input, quantize_input
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import fp8_matmul
@@ -25,16 +25,17 @@ from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import accumulate
 
 
-def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
-    """Make the experts multiply in FP8, if the recipe is rowwise."""
-    if not isinstance(scales.recipe, RowScaled):
-        return
+def quantize_experts(experts: GroupedExperts, recipe: Recipe) -> list[Fp8LayerState]:
+    """Make the experts multiply in FP8, if the recipe is rowwise; return the states of the two layers."""
+    if recipe.quantizer is not Rowwise:
+        return []
     first, second = (
-        scales.add_layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")
+        Fp8LayerState(f"{experts.name}.{name}.weight", recipe, E4M3) for name in ("linear_fc1", "linear_fc2")
     )
     experts.multiple, experts.linear = MULTIPLE, partial(fp8_expert_linear, first, second)
     if second.recipe.wgrad:
         experts.act = partial(quantizing_expert_act, second, experts.act)
+    return [first, second]
 
 
 def fp8_expert_linear(
@@ -49,13 +50,11 @@ def fp8_expert_linear(
 
     x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
-    copies = None
-    if isinstance(x, Fp8Input):
-        x, copies, _ = x
-    groups = groups.covering(len(x))
+    given = x if isinstance(x, Fp8Input) else Fp8Input(x)
+    groups = groups.covering(len(given.x))
     fp8 = second if transposed else first
     trains = torch.is_grad_enabled()
-    return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, copies, trains)
+    return GroupedFp8LinearFunction.apply(given.x, weight, groups, transposed, fp8, given.copies, trains)
 
 
 def quantizing_expert_act(second: Fp8LayerState, act: Activation, x: torch.Tensor) -> Fp8Input:
@@ -126,7 +125,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         copies: Quantized | None,
         trains: bool,
     ) -> torch.Tensor:
-        cast = copies or cast_input(fp8, x, None, "", trains)
+        cast = copies or quantize_input(fp8, x, None, "", trains)
         ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
         ctx.fp8, ctx.dtype = fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
@@ -137,7 +136,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, groups = ctx.weight, ctx.groups
         fp8, kept = ctx.fp8, ctx.saved_tensors
-        rowwise, columnwise = fp8.cast(grad.contiguous(), "g", "both" if fp8.recipe.wgrad else "rowwise")
+        rowwise, columnwise = fp8.g.quantize(grad.contiguous(), "both" if fp8.recipe.wgrad else "rowwise")
         dx = grouped_fp8_mm(rowwise, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
         pair = (columnwise, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair

@@ -35,7 +35,7 @@ class WeightCasts:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.layers = bucket, [param.fp8 for param in bucket.params]
-        self.scales = self.layers[0].scales
+        self.scales = self.layers[0].w.scales
         self.note = "FP8 weights cast by the optimizer"
         if bucket.shards is bucket.axis:
             self.note = "FP8 weights gathered as bytes"
@@ -49,14 +49,14 @@ class WeightCasts:
             start, stop = max(begin, first), min(begin + param.numel(), bucket.shard.stop)
             if start < stop:
                 ranges.append((start - first, stop - first, segment_kind(param.spec)))
-                slots.append(layer.slot("w"))
+                slots.append(layer.w.slot)
         self.segments = Segments.from_ranges(ranges, bucket.device)  # one per weight
         self.slots = torch.tensor(slots, dtype=torch.int64, device=bucket.device)
 
     @property
     def waits(self) -> bool:
         """Whether casts wait for the amaxes of all weights: tensorwise, and delayed before its first step."""
-        return not self.layers[0].has_scale
+        return not self.layers[0].w.has_scale
 
     def cast_scales(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales of the weights in this shard -> fp32 `[weights]`, and zeros `[weights]` for their amaxes.
@@ -69,7 +69,7 @@ class WeightCasts:
 
     def record_amax(self, amax: torch.Tensor) -> None:
         """Record the amax `[weights]` of this shard's weights, for later steps and `update_weight_scales`."""
-        recorded = self.scales.history[0]
+        recorded = self.scales.amax_history[0]
         amax = torch.maximum(recorded.index_select(0, self.slots), amax.to(recorded.device))
         recorded.index_copy_(0, self.slots, amax)
 
@@ -83,7 +83,7 @@ class WeightCasts:
         """Start to gather the bytes, and make FP8 layers use them as their weights."""
         self.bucket.start_gather()
         for layer, cast in zip(self.layers, self.bucket.views(self.whole), strict=True):
-            layer.optimizer_cast = Fp8Matrix(cast.view(E4M3), layer.scales.inverses[layer.slot("w"), 0])
+            layer.optimizer_cast = Fp8Matrix(cast.view(E4M3), layer.w.scale_inv)
             layer.cached_weight = None
         self.free_params()
 
@@ -116,7 +116,7 @@ def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
 
 def casts_weights(recipe: Recipe, sharded: bool) -> bool:
     """Whether the optimizer casts the weights; sharded: it holds only shards of them."""
-    return recipe.gather if sharded else recipe.keeps_history
+    return recipe.gather if sharded else recipe.quantizer.keeps_history
 
 
 def update_weight_scales(scales: Scales) -> None:
@@ -126,9 +126,9 @@ def update_weight_scales(scales: Scales) -> None:
     """
     recipe = scales.recipe
     weights = slice(ROLES.index("w"), None, len(ROLES))
-    amax = all_reduce_amax_(scales.history[0, weights].clone(), scales.axes)
-    scales.scale[weights] = fp8_scale(amax, recipe.limit("w"), recipe.power_of_two)[0]
-    scales.set_inverses(1.0 / scales.scale)
+    amax = all_reduce_amax_(scales.amax_history[0, weights].clone(), scales.axes)
+    scales.scale[weights] = fp8_scale(amax, recipe.limit(E4M3), recipe.quantizer.power_of_two)[0]
+    scales.set_scale_inv(1.0 / scales.scale)
 
 
 class CastShard(ShardState):

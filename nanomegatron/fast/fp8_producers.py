@@ -33,7 +33,7 @@ from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.fast.discard_output import discard
 from nanomegatron.fast.fused_layer import Branch, fused_norm
 from nanomegatron.fp8 import Fp8LayerState, Quantized
-from nanomegatron.fp8_linear import Fp8Input, cast_input, input_copies, reads_only_fp8
+from nanomegatron.fp8_linear import Fp8Input, input_copies, quantize_input, reads_only_fp8
 from nanomegatron.layers import MLP, Norm, OutputLayer, run_mlp
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_stats
@@ -76,7 +76,7 @@ def quantizing_norm(
     """
     if reader is None or not reads_only_fp8(reader) or not isinstance(norm, Norm):
         return fused_norm(norm, reader, x, branch)
-    if not (norm.fused and reader.fp8.has_scale):
+    if not (norm.fused and reader.fp8.x.has_scale):
         y, total = fused_norm(norm, reader, x, branch)
         return quantized_for(reader, y), total
     residual = None
@@ -127,7 +127,7 @@ def quantizing_activate(
     x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> `[..., f]`, where f is this rank's f/tp
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    if reads_only_fp8(first) and first.fp8.has_scale and second.fp8.has_scale:
+    if reads_only_fp8(first) and first.fp8.g.has_scale and second.fp8.x.has_scale:
         copies, trains = copies_for(second)
         if mlp.fused and first.bias is None:
             y, casts = GatedFp8Function.apply(x, first.fp8, second.fp8, copies, trains, grad_copies)
@@ -149,7 +149,7 @@ def quantizing_loss(
     """
     grad_copies: list[Quantized] = []
     logits = head.compute_logits(head, Fp8Input(x, None, grad_copies))
-    if not head.fp8.has_scale:
+    if not head.fp8.g.has_scale:
         return vocab_parallel_cross_entropy(logits, labels, head.tp, head.vocab_size)
     return CrossEntropyFp8Function.apply(logits, labels, head.tp, head.vocab_size, head.fp8, grad_copies)
 
@@ -165,11 +165,11 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class CastFp8Function(torch.autograd.Function):
-    """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`, the copies of `cast_input`"""
+    """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`, the copies of `quantize_input`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, fp8: Fp8LayerState, axis: Axis | None, comm: str, trains: bool):
-        return fp8_placeholder(x, x.shape), cast_input(fp8, x, axis, comm, trains)
+        return fp8_placeholder(x, x.shape), quantize_input(fp8, x, axis, comm, trains)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor, _) -> tuple[torch.Tensor | None, ...]:
@@ -196,11 +196,11 @@ class NormFp8Function(torch.autograd.Function):
         copies: str,
         trains: bool,
     ):
-        output, inverse = fp8.scaled_output("x", copies, trains)
+        output = fp8.x.fused_output(copies, trains)
         made = norm_fp8(x, residual, weight, bias, eps, from_one, output)
         x = x if residual is None else made.total
-        casts = Quantized.with_scale((made.rowwise, made.columnwise), inverse)
-        fp8.record_stats("x", lambda: norm_ref(x, weight, bias, eps, from_one).flatten(0, -2), casts, trains)
+        casts = Quantized.with_scale((made.rowwise, made.columnwise), fp8.x.scale_inv)
+        fp8.x.record_stats(lambda: norm_ref(x, weight, bias, eps, from_one).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x, weight, bias, made.rstd, made.mean)
         ctx.eps, ctx.from_one = eps, from_one
         ctx.set_materialize_grads(False)
@@ -225,9 +225,9 @@ class GatedFp8Function(torch.autograd.Function):
     def forward(
         ctx, x, before: Fp8LayerState, after: Fp8LayerState, copies: str, trains: bool, grad_copies: list
     ):
-        output, inverse = after.scaled_output("x", copies, trains)
-        casts = Quantized.with_scale(gated_fp8(x, SILU, output), inverse)
-        after.record_stats("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
+        output = after.x.fused_output(copies, trains)
+        casts = Quantized.with_scale(gated_fp8(x, SILU, output), after.x.scale_inv)
+        after.x.record_stats(lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
         ctx.before = before
         ctx.grad_copies = grad_copies
@@ -237,9 +237,9 @@ class GatedFp8Function(torch.autograd.Function):
     @once
     def backward(ctx, grad, _):
         (x,), before = ctx.saved_tensors, ctx.before
-        output, inverse = before.scaled_output("g", "both")
-        casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), inverse)
-        before.record_stats("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
+        output = before.g.fused_output("both")
+        casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), before.g.scale_inv)
+        before.g.record_stats(lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
         ctx.grad_copies.append(casts)
         return fp8_placeholder(x, x.shape), *[None] * 5
 
@@ -262,9 +262,9 @@ class BiasActFp8Function(torch.autograd.Function):
         trains: bool,
         grad_copies: list,
     ):
-        output, inverse = after.scaled_output("x", copies, trains)
-        casts = Quantized.with_scale(bias_act_fp8(x, bias, act, output), inverse)
-        after.record_stats("x", lambda: bias_act_ref(x, bias, act=act).flatten(0, -2), casts, trains)
+        output = after.x.fused_output(copies, trains)
+        casts = Quantized.with_scale(bias_act_fp8(x, bias, act, output), after.x.scale_inv)
+        after.x.record_stats(lambda: bias_act_ref(x, bias, act=act).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
         ctx.bias, ctx.act = bias, act
         ctx.before = before
@@ -275,11 +275,11 @@ class BiasActFp8Function(torch.autograd.Function):
     @once
     def backward(ctx, grad, _):
         (x,), bias = ctx.saved_tensors, ctx.bias
-        output, inverse = ctx.before.scaled_output("g", "both")
+        output = ctx.before.g.fused_output("both")
 
         def write(out: torch.Tensor | None, beta: int) -> None:
             pair = bias_act_backward_fp8(grad, x, bias, ctx.act, output, out, beta)
-            ctx.grad_copies.append(Quantized.with_scale(pair, inverse))
+            ctx.grad_copies.append(Quantized.with_scale(pair, ctx.before.g.scale_inv))
 
         trained = bias is not None and bias.requires_grad
         dbias = accumulate(bias, write) if trained else write(None, 0)
@@ -308,8 +308,8 @@ class CrossEntropyFp8Function(torch.autograd.Function):
     def backward(ctx, grad):
         (logits, own, lse), head = ctx.saved_tensors, ctx.head
         given = logits.flatten(0, 1), own, lse, grad.t().flatten(), ctx.real
-        output, inverse = head.scaled_output("g", "both")
-        casts = Quantized.with_scale(cross_entropy_grad_fp8(*given, output), inverse)
-        head.record_stats("g", lambda: logits_grad_ref(*given), casts)
+        output = head.g.fused_output("both")
+        casts = Quantized.with_scale(cross_entropy_grad_fp8(*given, output), head.g.scale_inv)
+        head.g.record_stats(lambda: logits_grad_ref(*given), casts)
         ctx.grad_copies.append(casts)
         return fp8_placeholder(logits, logits.shape), *[None] * 5

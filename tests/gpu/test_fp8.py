@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Scales
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Fp8LayerState, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import fp8_decode
@@ -24,10 +24,10 @@ def off(found, expected):
 def test_a_layer_is_near_float64(recipe, gradient, shape):
     """Random values are off by 2.6 % in E4M3 and 5.2 % in E5M2, products by both."""
     t, i, o = shape
-    scales = Scales(RECIPES[recipe](gradient), GPU)
+    recipe = Recipe(RECIPES[recipe], gradient)
     init = Init(dtype=torch.bfloat16, device=GPU, name="linear")
     linear = ColumnParallelLinear(i, o, Axis.single("tp"), init, bias=False)
-    use_fp8(linear, scales.add_layer("a"))
+    scales = Scales(recipe, [use_fp8(linear, recipe)], GPU)
     for _ in range(2):  # delayed: the second time with the scales of the first
         x = torch.randn(t, 1, i, device=GPU).bfloat16().requires_grad_()
         g, linear.weight.grad = 1e-3 * torch.randn(t, 1, o, device=GPU).bfloat16(), None
@@ -46,8 +46,10 @@ def test_a_layer_is_near_float64(recipe, gradient, shape):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_matmuls_of_any_number_of_rows(recipe, m, k):
     """As in generating; and of blocks whose number does not divide by 4."""
-    layer = Scales(RECIPES[recipe](), GPU).add_layer("a")
+    recipe = Recipe(RECIPES[recipe])
+    layer = Fp8LayerState("a", recipe)
+    Scales(recipe, [layer], GPU)
     x, w = torch.randn(m, k, device=GPU).bfloat16(), torch.randn(256, k, device=GPU).bfloat16()
-    a, b = layer.cast(x, "x", "rowwise").rowwise, layer.cast(w, "w", "rowwise").rowwise
+    a, b = layer.x.quantize(x, "rowwise").rowwise, layer.w.quantize(w, "rowwise").rowwise
     y = fp8_matmul(a, b, torch.bfloat16)
     assert y.shape == (m, 256) and off(y, fp8_decode(a).double() @ fp8_decode(b).double().t()) < 4e-3

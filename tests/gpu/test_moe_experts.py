@@ -18,7 +18,7 @@ from nanomegatron.fast.host_copy import AsyncHostCopy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.faults.launch import launch
-from nanomegatron.fp8 import RowScaled, Scales
+from nanomegatron.fp8 import Recipe, Rowwise, Scales
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm
@@ -119,8 +119,8 @@ def of_fp8(device, recipe, sizes, grouped, known):
     """Result and gradients of experts in FP8 on a device, in two microbatches, which are always the same."""
     alone = Mesh.build(ParallelConfig(), World(), device)
     experts, buckets = built(alone, replace(BASE, moe_grouped_gemm=grouped))
-    scales, found, n = Scales(recipe, device), [], sum(sizes)
-    quantize_experts(experts, scales)
+    found, n = [], sum(sizes)
+    Scales(recipe, quantize_experts(experts, recipe), device)
     for param in experts.parameters():  # devices draw differently
         values = torch.randn(param.shape, generator=torch.Generator().manual_seed(len(param)))
         param.data.copy_(0.1 * values)
@@ -147,7 +147,7 @@ def test_fp8_is_what_its_casts_give(sizes, wgrad, monkeypatch):
 
     Rounding to bf16 between the two layers makes some casts another value of 3 bits.
     """
-    recipe = RowScaled(wgrad=wgrad)
+    recipe = Recipe(Rowwise, wgrad=wgrad)
     with monkeypatch.context() as patch:
         patch.setattr(fp8_experts, "fp8_matmul", decoded)
         expected = of_fp8(GPU, recipe, sizes, False, False)
@@ -166,7 +166,8 @@ def test_fp8_behind_dispatchers_never_waits(alone, kind, form):
     args = x, probs, ids.where(ids > 2, ids % 2), grad
     buckets.zero_grad_buffer(3)
     expected = run(experts, form, kind, *args)
-    quantize_experts(experts, Scales(RowScaled(), GPU))
+    recipe = Recipe(Rowwise)
+    Scales(recipe, quantize_experts(experts, recipe), GPU)
     run(experts, form, kind, *args)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

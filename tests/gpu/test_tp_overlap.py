@@ -10,7 +10,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather_rows
-from nanomegatron.fp8 import RECIPES, Scales
+from nanomegatron.fp8 import RECIPES, Fp8LayerState, Recipe, Scales
 from nanomegatron.fp8_linear import Fp8Matmuls
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 from tests.gpu.test_layouts import train
@@ -88,11 +88,13 @@ def fp8_pieces(mesh, device):
     plain, pieces = Fp8Matmuls(), OverlappedFp8Matmuls(peers)
     torch.manual_seed(axis.rank)
     for name in RECIPES:
-        fp8 = Scales(RECIPES[name](), device, [axis]).add_layer("layer")
+        recipe = Recipe(RECIPES[name])
+        fp8 = Fp8LayerState("layer", recipe)
+        Scales(recipe, [fp8], device, [axis])
         for n, i, o in ((64, 128, 256), (1024, 1024, 512)):
             x, weight = torch.randn(n, i, device=device), torch.randn(o, i, device=device)
-            a = fp8.cast(x.bfloat16(), "x", "rowwise", axis).rowwise
-            b = fp8.cast(weight.bfloat16(), "w", "rowwise", axis).rowwise
+            a = fp8.x.quantize(x.bfloat16(), "rowwise", axis).rowwise
+            b = fp8.w.quantize(weight.bfloat16(), "rowwise", axis).rowwise
             for turn in range(3):
                 how = a, b, axis, torch.bfloat16, turn == 1
                 gathers = [matmuls.start_gather(a, axis) for matmuls in (pieces, plain)]
