@@ -107,14 +107,15 @@ class Recipe:
     quantizer: type["Quantizer"]
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
     margin: int = 0  # a tensor's largest value is scaled to the format's, divided by 2^margin
-    history: int = 1  # steps whose amaxes count
-    algo: str = "most_recent"  # the last step's amax, or "max": the largest in the history
+    amax_history_len: int = 1  # steps whose amaxes count
+    amax_compute_algo: str = "most_recent"  # the last step's amax, or "max": the largest in the history
     wgrad: bool = True  # weight gradients are multiplied in FP8 too
     gather: bool = False  # a sharded optimizer casts its shards of weights
 
     def __post_init__(self) -> None:
-        if self.gradient not in FORMATS or self.algo not in ("most_recent", "max") or self.history < 1:
-            raise ValueError(f"{self}: algo is most_recent or max, history at least 1")
+        algos = ("most_recent", "max")
+        if self.gradient not in FORMATS or self.amax_compute_algo not in algos or self.amax_history_len < 1:
+            raise ValueError(f"{self}: amax_compute_algo is most_recent or max, amax_history_len at least 1")
         if self.gather and not self.quantizer.one_scale:
             raise ValueError(f"{self}: gather is for recipes with one scale a tensor")
 
@@ -266,8 +267,8 @@ def recipe_of(config: PrecisionConfig) -> Recipe:
         RECIPES[config.fp8_recipe],
         gradient=E5M2 if config.fp8_format == "hybrid" else E4M3,
         margin=config.fp8_margin,
-        history=config.fp8_amax_history_len,
-        algo=config.fp8_amax_compute_algo,
+        amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo,
         wgrad=config.fp8_wgrad,
         gather=config.fp8_param_gather,
     )
@@ -336,7 +337,7 @@ class Scales:
 
         quantizers = [quantizer for layer in layers for quantizer in layer.quantizers]
         self.limits = torch.tensor([quantizer.limit for quantizer in quantizers], device=device)
-        self.amax_history = self.limits.new_zeros(recipe.history, len(quantizers))
+        self.amax_history = self.limits.new_zeros(recipe.amax_history_len, len(quantizers))
         self.scale = torch.ones_like(self.limits)
         self.scale_inv = self.limits.new_ones(len(quantizers), INVERSE_STRIDE)
         for slot, quantizer in enumerate(quantizers):
@@ -354,7 +355,7 @@ class Scales:
         """Max-reduce the amaxes of this step over each axis; compute scales, and shift the history."""
         all_reduce_amax_(self.amax_history[0], self.axes)
         scale_inv = torch.empty_like(self.scale)
-        most_recent = self.recipe.algo == "most_recent"
+        most_recent = self.recipe.amax_compute_algo == "most_recent"
         fp8_update(self.amax_history, self.scale, scale_inv, self.limits, most_recent)
         self.set_scale_inv(scale_inv)
         self.has_history = True

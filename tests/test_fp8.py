@@ -128,7 +128,12 @@ STEPS = [
     ((0.0, 0.0), (448.0, 448.0, 448.0, 224.0)),
     ((0.0, 0.0), (448.0, 448.0, 448.0, 224.0)),  # an empty history keeps the scale
 ]
-WAYS = [{}, {"history": 3}, {"history": 3, "algo": "max"}, {"history": 3, "algo": "max", "margin": 1}]
+WAYS = [
+    {},
+    {"amax_history_len": 3},
+    {"amax_history_len": 3, "amax_compute_algo": "max"},
+    {"amax_history_len": 3, "amax_compute_algo": "max", "margin": 1},
+]
 
 
 @pytest.mark.parametrize("way", range(4))
@@ -200,7 +205,7 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
 
 def agree(mesh, name, role):
     """Rank 1 has the larger values; scales and amaxes are those of both, and so is what is sent."""
-    scales, layer = new(name, mesh.tp, mesh.dp_cp, others=["fc2"], history=2)
+    scales, layer = new(name, mesh.tp, mesh.dp_cp, others=["fc2"], amax_history_len=2)
     both = torch.arange(1.0, 9.0).view(4, 2)
     x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
     scales.has_history = True
@@ -303,7 +308,7 @@ def trained(recipe, names, steps=3):
 
 
 def test_state_is_loaded_by_name():
-    recipe = Recipe(Delayed, history=3, algo="max")
+    recipe = Recipe(Delayed, amax_history_len=3, amax_compute_algo="max")
     scales = trained(recipe, ["a", "bb", "ccc"])
     state = fp8_state(scales)
     assert sorted(state) == sorted(
@@ -326,10 +331,10 @@ def test_state_is_loaded_by_name():
 def test_what_cannot_be_loaded_or_made():
     with pytest.raises(ValueError, match="names of their own.*fc1.*fc1"):
         new("delayed", others=["fc1"])
-    with pytest.raises(ValueError, match="algo is most_recent or max"):
-        Recipe(Delayed, algo="mean")
-    with pytest.raises(ValueError, match="history=0"):
-        Recipe(Delayed, history=0)
+    with pytest.raises(ValueError, match="amax_compute_algo is most_recent or max"):
+        Recipe(Delayed, amax_compute_algo="mean")
+    with pytest.raises(ValueError, match="amax_history_len=0"):
+        Recipe(Delayed, amax_history_len=0)
     with pytest.raises(ValueError, match="outputs: rowwise, columnwise, both"):
         new("delayed")[1].x.quantize(torch.ones(1, 1), "row")
     for name in "tensorwise", "rowwise", "blockwise":

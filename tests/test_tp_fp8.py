@@ -72,7 +72,8 @@ def test_a_layer_is_near_its_exact_self(name):
 
 def run_layers(mesh, name, sequence_parallel, deferred=False, matmuls=None, wgrad=True):
     """Two steps of the pair on this rank's share; y, dx and dW of each, whole."""
-    tp, recipe = mesh.tp, Recipe(RECIPES[name], history=2, algo="max", wgrad=wgrad)
+    tp = mesh.tp
+    recipe = Recipe(RECIPES[name], amax_history_len=2, amax_compute_algo="max", wgrad=wgrad)
     scales, fc1, fc2 = layers(tp, sequence_parallel, recipe, matmuls=matmuls)
     own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
     later = WeightGradStore()
