@@ -78,8 +78,8 @@ def rows_both(x):
 
 def squares_both(x):
     """128 x 128, which the transposed copy shares."""
-    q, inverse = blocks(x, BLOCK)
-    return q, inverse, q.t().contiguous(), inverse.t()
+    q, scale_inv = blocks(x, BLOCK)
+    return q, scale_inv, q.t().contiguous(), scale_inv.t()
 
 
 def ours_blocks(squares: bool, outputs: str) -> Callable:

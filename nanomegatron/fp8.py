@@ -78,7 +78,7 @@ from nanomegatron.ops.fp8_cast import (
 E4M3, E5M2 = FORMATS
 ROLES = ("x", "w", "g")
 MULTIPLE = 16  # all sizes of FP8 matmuls are multiples of it
-INVERSE_STRIDE = 4  # a matmul on a GPU reads a tensor's scale_inv at a multiple of 16 bytes
+SCALE_INV_STRIDE = 4  # a matmul on a GPU reads a tensor's scale_inv at a multiple of 16 bytes
 
 
 class Quantized(NamedTuple):
@@ -89,7 +89,7 @@ class Quantized(NamedTuple):
 
     @classmethod
     def with_scale(cls, pair: Pair, scale_inv: torch.Tensor) -> "Quantized":
-        """Build from the copies that a cast with one scale made, and the scale's inverse `[]`."""
+        """Build from the copies that a cast with one scale made, and its scale_inv `[]`."""
         return cls._make(None if data is None else Fp8Matrix(data, scale_inv) for data in pair)
 
     def saved_form(self) -> Fp8Matrix:
@@ -170,7 +170,7 @@ class Quantizer:
 
     def transposed(self, rowwise: Fp8Matrix) -> Fp8Matrix:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
-        return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
+        return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.scale_inv)
 
     @property
     def has_scale(self) -> bool:
@@ -227,7 +227,7 @@ class Rowwise(Quantizer):
     def transposed(self, rowwise: Fp8Matrix) -> Fp8Matrix:
         """Cast the FP8 values along the other dim. `[m, k] -> [k, m]`"""
         _, columnwise = fp8_cast_rows(
-            rowwise.data, self.dtype, self.limit, "columnwise", inverse=rowwise.inverse
+            rowwise.data, self.dtype, self.limit, "columnwise", scale_inv=rowwise.scale_inv
         )
         return columnwise
 
@@ -253,7 +253,7 @@ class Blockwise(Quantizer):
             squares=self.role == "w",
             outputs="columnwise",
             power_of_two=True,
-            inverse=rowwise.inverse,
+            scale_inv=rowwise.scale_inv,
         )
         return columnwise
 
@@ -339,7 +339,7 @@ class Scales:
         self.limits = torch.tensor([quantizer.limit for quantizer in quantizers], device=device)
         self.amax_history = self.limits.new_zeros(recipe.amax_history_len, len(quantizers))
         self.scale = torch.ones_like(self.limits)
-        self.scale_inv = self.limits.new_ones(len(quantizers), INVERSE_STRIDE)
+        self.scale_inv = self.limits.new_ones(len(quantizers), SCALE_INV_STRIDE)
         for slot, quantizer in enumerate(quantizers):
             quantizer.bind(self, slot)
 
@@ -373,7 +373,7 @@ class Scales:
 
     def set_scale_inv(self, scale_inv: torch.Tensor) -> None:
         """Copy scale_inv `[n]` of all scales to where matmuls, and graphs of kernels, read them."""
-        self.scale_inv.copy_(scale_inv[:, None].expand(-1, INVERSE_STRIDE))
+        self.scale_inv.copy_(scale_inv[:, None].expand(-1, SCALE_INV_STRIDE))
 
 
 def tensor_amax(x: torch.Tensor, fp8_group: Axis | None) -> torch.Tensor:

@@ -225,7 +225,7 @@ def input_grad_matmul(
 
 def write_weight_grad(out: torch.Tensor, beta: int, g: Fp8Matrix, x: Fp8Matrix) -> None:
     """out = beta * out + g x^T; with one scale each in the matmul. out `[o, i]`, g `[o, t]`, x `[i, t]`"""
-    if g.inverse.dim():
+    if g.scale_inv.dim():
         add_grad(out, fp8_matmul(g, x, out.dtype), beta)
     else:
         add_fp8_product_(out, g, x, overwrite=beta == 0)
@@ -240,8 +240,8 @@ class Fp8Matmuls:
     def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
         """Start to all-gather FP8 rows, and their scales if they have any; the result: an Fp8Matrix."""
         data = start_all_gather(matrix.data.view(torch.uint8), axis)
-        inverse = start_scale_gather(matrix, axis)
-        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
+        scale_inv = start_scale_gather(matrix, axis)
+        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), scale_inv.result), [data, scale_inv])
 
     def gather_matmul(
         self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
@@ -259,4 +259,4 @@ class Fp8Matmuls:
 
 def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
     """Start to all-gather the scales of rows or blocks; a tensor's one scale is the same on all ranks."""
-    return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
+    return start_all_gather(matrix.scale_inv, axis) if matrix.scale_inv.dim() else Pending(matrix.scale_inv)

@@ -27,13 +27,13 @@ def new(name, *axes, others=(), **more):
 def same(a, b):
     """Equal to the bit."""
     assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
-    assert torch.equal(a.inverse, b.inverse)
+    assert torch.equal(a.scale_inv, b.scale_inv)
 
 
 def limit_of_error(x, cast):
     """The largest error that docs/fp8.md allows each value, in float64."""
     unit, least = UNIT[cast.data.dtype]
-    scale = fp8_decode(Fp8Matrix(torch.ones_like(cast.data), cast.inverse)).double()
+    scale = fp8_decode(Fp8Matrix(torch.ones_like(cast.data), cast.scale_inv)).double()
     return torch.maximum(unit * x.abs(), least * scale) * (1 + 2**-20)  # the scale is fp32, too
 
 
@@ -84,19 +84,19 @@ def test_scales_of_each_kind():
     """Shapes of inverses, and whose largest value reaches the format's."""
     (x, w, g), casts = operands("tensorwise")
     for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
-        assert cast.rowwise.inverse.shape == () and cast.rowwise.inverse == cast.columnwise.inverse
-        torch.testing.assert_close(cast.rowwise.inverse, value.abs().max() / torch.finfo(dtype).max)
+        assert cast.rowwise.scale_inv.shape == () and cast.rowwise.scale_inv == cast.columnwise.scale_inv
+        torch.testing.assert_close(cast.rowwise.scale_inv, value.abs().max() / torch.finfo(dtype).max)
         assert cast.rowwise.data.float().abs().max() == torch.finfo(dtype).max
     (x, w, g), casts = operands("rowwise")
     for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
         for original, copy in (value, cast.rowwise), (value.t(), cast.columnwise):
-            assert copy.inverse.shape == (len(original), 1)
+            assert copy.scale_inv.shape == (len(original), 1)
             least = original.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
-            assert torch.equal(copy.inverse, least.log2().ceil().exp2())
+            assert torch.equal(copy.scale_inv, least.log2().ceil().exp2())
     (x, w, g), casts = operands("blockwise", shape=(48, 160, 256))
     shapes = [(48, 2), (160, 1), (2, 2), (2, 2), (48, 2), (256, 1)]
-    assert [tuple(copy.inverse.shape) for cast in casts for copy in cast] == shapes
-    assert casts[0].rowwise.inverse.t().is_contiguous()
+    assert [tuple(copy.scale_inv.shape) for cast in casts for copy in cast] == shapes
+    assert casts[0].rowwise.scale_inv.t().is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
@@ -107,7 +107,7 @@ def test_a_margin_leaves_room(name):
         scales.end_step()
     assert (
         cast.rowwise.data.float().unique() == 56.0
-        and cast.rowwise.inverse.unique() == 0.0625
+        and cast.rowwise.scale_inv.unique() == 0.0625
         and cast.columnwise is None
     )
     assert torch.equal(fp8_decode(cast.rowwise), torch.full((2, 4), 3.5))
@@ -147,7 +147,7 @@ def test_a_history_by_hand(way):
             for _ in range(2):  # a recomputed forward changes nothing, nor does an evaluation
                 layer.x.quantize(1e3 * x, record=False)
                 cast = layer.x.quantize(x).rowwise
-                assert cast.inverse == 1 / torch.tensor(scale)
+                assert cast.scale_inv == 1 / torch.tensor(scale)
                 expected = (x * scale).clamp(-448, 448).to(E4M3)
                 assert torch.equal(cast.data.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
         scales.end_step()
@@ -189,7 +189,7 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
     scales, layer = new(name)
     weight = torch.nn.Parameter(torch.randn(32, 16))
     first = layer.weight(weight)
-    assert layer.weight(weight) is first and len(casts) == 1 and not first.rowwise.inverse.requires_grad
+    assert layer.weight(weight) is first and len(casts) == 1 and not first.rowwise.scale_inv.requires_grad
     assert first.rowwise.data.shape == (32, 16) and first.columnwise.data.shape == (16, 32)
     for forget in scales.end_step, scales.clear_weight_cache:
         with torch.no_grad():
@@ -215,7 +215,7 @@ def agree(mesh, name, role):
     assert {key[2]: count for key, count in mesh.observer.counts.items()} == sent
     if name == "tensorwise":
         whole = getattr(new(name)[1], role).quantize(both, "rowwise").rowwise
-        same(cast.rowwise, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
+        same(cast.rowwise, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.scale_inv))
     scales.end_step()
     if name == "delayed":
         assert mesh.observer.counts[axis.name, "all_reduce", "calls"] == 1
@@ -228,7 +228,7 @@ def agree(mesh, name, role):
             layer.g.quantize(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "rowwise")
             scales.end_step()
             assert torch.equal(scales.scale, before) and scales.amax_history.isfinite().all()
-    return cast.rowwise.inverse, scales.scale, scales.amax_history
+    return cast.rowwise.scale_inv, scales.scale, scales.amax_history
 
 
 @pytest.mark.parametrize("role", ["x", "w", "g"])
@@ -248,7 +248,7 @@ def test_a_nan_on_one_rank():
 def with_nan(mesh):
     _, layer = new("tensorwise")
     x = [torch.full((2, 2), NAN if mesh.rank == rank else 3.0) for rank in range(2)]
-    return [layer.x.quantize(each, "rowwise", mesh.tp).rowwise.inverse.item() for each in x]
+    return [layer.x.quantize(each, "rowwise", mesh.tp).rowwise.scale_inv.item() for each in x]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -256,7 +256,7 @@ def test_zeros_infinity_and_nan(name):
     _, layer = new(name)
     zeros = layer.x.quantize(torch.zeros(16, 16))
     for copy in zeros:
-        assert (copy.inverse == 1.0).all() and not fp8_decode(copy).any()
+        assert (copy.scale_inv == 1.0).all() and not fp8_decode(copy).any()
     x = torch.ones(16, 16)
     x[3, 4], x[5, 6], x[7, 8] = INF, -INF, NAN
     row, flip = layer.x.quantize(x)
@@ -361,7 +361,7 @@ def test_requantizing_gives_the_transposed_cast(name, role):
     if name in ("delayed", "tensorwise"):
         same(columnwise, expected)
     else:
-        assert columnwise.inverse.shape == expected.inverse.shape
+        assert columnwise.scale_inv.shape == expected.scale_inv.shape
         least = limit_of_error(torch.zeros(160, 64), columnwise)
         assert ((fp8_decode(columnwise) - fp8_decode(rowwise).t()).abs() <= least).all()
 
@@ -370,13 +370,13 @@ def test_gathered_blocks_are_multiplied_as_they_come():
     """The GPU wants the first dim of 1 x 128 scales contiguous, which gathering undoes."""
     (x, w, _), casts = operands("blockwise", shape=(48, 160, 256))
     row = casts[0].rowwise
-    gathered = Fp8Matrix(row.data, row.inverse.contiguous())
-    assert not gathered.inverse.t().is_contiguous() and _torch_scale(gathered, True).t().is_contiguous()
+    gathered = Fp8Matrix(row.data, row.scale_inv.contiguous())
+    assert not gathered.scale_inv.t().is_contiguous() and _torch_scale(gathered, True).t().is_contiguous()
     twos = casts[1].rowwise  # squares side by side that torch 2.11 would misread
     rows = _torch_scale(twos, True)
     assert rows.t().is_contiguous() and torch.equal(fp8_decode(Fp8Matrix(twos.data, rows)), fp8_decode(twos))
     _, fours = operands("blockwise", shape=(48, 512, 160))
-    assert _torch_scale(fours[1].rowwise, True).stride() == fours[1].rowwise.inverse.stride() == (4, 1)
+    assert _torch_scale(fours[1].rowwise, True).stride() == fours[1].rowwise.scale_inv.stride() == (4, 1)
     assert torch.equal(
         fp8_matmul(gathered, casts[1].rowwise, torch.float32),
         fp8_matmul(row, casts[1].rowwise, torch.float32),

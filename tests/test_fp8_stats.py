@@ -103,7 +103,7 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
         assert saturated == 0.0 and amax == max(x.abs().max() for x in inputs)
         lost = sum(((fp8_decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))
         assert underflow == lost / (3 * 32 * 256)
-        inverses = torch.cat([q.inverse.flatten() for q in casts])
+        inverses = torch.cat([q.scale_inv.flatten() for q in casts])
         assert scale == pytest.approx(1 / inverses[inverses < 1].max().item(), rel=1e-6)
 
 

@@ -249,8 +249,8 @@ def test_statistics_know_the_format_of_gradients():
     linear.g.quantize(g, "rowwise")
     named = stats.by_name(stats.end_counting().tolist())
     for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
-        _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]
-        assert named[f"{layer}/g/scale"] == 1 / inverse.max() and named[f"{layer}/g/amax"] == g.abs().max()
+        _, scale_inv = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]
+        assert named[f"{layer}/g/scale"] == 1 / scale_inv.max() and named[f"{layer}/g/amax"] == g.abs().max()
 
 
 OTHERS = [recipe for recipe in RECIPES if recipe != "rowwise"]

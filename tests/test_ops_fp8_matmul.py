@@ -211,9 +211,9 @@ def test_the_library_is_asked_for_the_same(module, pair, fast):
 def test_an_algorithm_is_looked_for_once(module):
     given = case((64, 48, 32))
     before = made("searches")
-    for inverse in (0.25, 8.0, 1.0):  # what is read, and where a scale is, changes from call to call
+    for scale_inv in (0.25, 8.0, 1.0):  # what is read, and where a scale is, changes from call to call
         given[1].copy_(given[1].roll(1, 0))
-        given[2] = torch.tensor(inverse)
+        given[2] = torch.tensor(scale_inv)
         check(given)
     assert made("searches") == before + 2  # to add, to overwrite
     check(given, fast=True)

@@ -74,14 +74,14 @@ def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
 def grouped_fp8_mm(
     x: Fp8Matrix, w: Fp8Matrix, groups: Groups, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
-    """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, w.inverse `[e, o]` -> `[r, o]`"""
+    """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, w.scale_inv `[e, o]` -> `[r, o]`"""
     if one_kernel(x.data, groups):
         how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
-        return torch._scaled_grouped_mm(x.data, w.data.mT, x.inverse.flatten(), w.inverse, **how)
-    y = x.inverse.new_empty(len(x.data), w.data.shape[1], dtype=dtype)
+        return torch._scaled_grouped_mm(x.data, w.data.mT, x.scale_inv.flatten(), w.scale_inv, **how)
+    y = x.scale_inv.new_empty(len(x.data), w.data.shape[1], dtype=dtype)
     for i, begin, end in groups.spans:
-        rows = Fp8Matrix(x.data[begin:end], x.inverse[begin:end])
-        y[begin:end] = fp8_matmul(rows, Fp8Matrix(w.data[i], w.inverse[i][:, None]), dtype, fast)
+        rows = Fp8Matrix(x.data[begin:end], x.scale_inv[begin:end])
+        y[begin:end] = fp8_matmul(rows, Fp8Matrix(w.data[i], w.scale_inv[i][:, None]), dtype, fast)
     return y
 
 
@@ -90,7 +90,7 @@ def accumulate_fp8_outer(
 ) -> torch.Tensor | None:
     """`moe.accumulate_outer` from transposed FP8 copies: a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
     if one_kernel(a.data, groups):
-        scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
+        scales = [c.scale_inv.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
         return accumulate_grouped(
             weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how)
@@ -102,7 +102,7 @@ def accumulate_fp8_outer(
         grads = out.view(groups.experts, len(a.data), -1)
         for i, begin, end in groups.spans:
             grads[i].add_(
-                fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype)
+                fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.scale_inv) for c in (a, b)), out.dtype)
             )
 
     return accumulate(weight, write)
@@ -149,6 +149,6 @@ def fp8_parts(fp8: Fp8LayerState, weight: nn.Parameter, groups: Groups, transpos
     experts, (rowwise, columnwise) = groups.experts, fp8.weight(weight)
     if not transposed:
         data = rowwise.data.view(experts, -1, rowwise.data.shape[1])
-        return Fp8Matrix(data, rowwise.inverse.view(experts, -1))
+        return Fp8Matrix(data, rowwise.scale_inv.view(experts, -1))
     data = columnwise.data.view(len(columnwise.data), experts, -1).transpose(0, 1)
-    return Fp8Matrix(data, columnwise.inverse.view(1, -1).expand(experts, -1))
+    return Fp8Matrix(data, columnwise.scale_inv.view(1, -1).expand(experts, -1))

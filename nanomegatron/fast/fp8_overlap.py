@@ -28,21 +28,21 @@ class OverlappedFp8Matmuls(Fp8Matmuls):
     def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Pending:
         """As in the base class, by copy engines. matrix `[t/tp, k]`; the result `[t, k]`"""
         data = start_gather_rows(matrix.data.view(torch.uint8), axis, self.peers)
-        inverse = start_scale_gather(matrix, axis)
-        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), inverse.result), [data, inverse])
+        scale_inv = start_scale_gather(matrix, axis)
+        return Pending(Fp8Matrix(data.result.view(matrix.data.dtype), scale_inv.result), [data, scale_inv])
 
     def gather_matmul(
         self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
     ) -> tuple[torch.Tensor, Fp8Matrix]:
         """Multiply the rows of each rank as they arrive -> `[t, n]`, `[t, k]`"""
         y = torch.empty(len(a.data) * axis.size, len(b.data), dtype=dtype, device=a.data.device)
-        kind, inverse = a.data.dtype, start_scale_gather(a, axis).wait()
+        kind, scale_inv = a.data.dtype, start_scale_gather(a, axis).wait()
 
         def multiply(data: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
-            fp8_matmul(part_of(data.view(kind), inverse, rows), b, dtype, fast, out)
+            fp8_matmul(part_of(data.view(kind), scale_inv, rows), b, dtype, fast, out)
 
         data = multiply_gathered(multiply, a.data.view(torch.uint8), y, axis, self.peers)
-        return y, Fp8Matrix(data.view(kind), inverse)
+        return y, Fp8Matrix(data.view(kind), scale_inv)
 
     def matmul_scatter(
         self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, dtype: torch.dtype, fast: bool = False
@@ -51,11 +51,11 @@ class OverlappedFp8Matmuls(Fp8Matmuls):
         whole = torch.empty(len(a.data), len(b.data), dtype=dtype, device=a.data.device)
 
         def multiply(rows: slice, out: torch.Tensor) -> None:
-            fp8_matmul(part_of(a.data[rows], a.inverse, rows), b, dtype, fast, out)
+            fp8_matmul(part_of(a.data[rows], a.scale_inv, rows), b, dtype, fast, out)
 
         return scatter_products(multiply, whole, axis, self.peers)
 
 
-def part_of(data: torch.Tensor, inverse: torch.Tensor, rows: slice) -> Fp8Matrix:
-    """Some rows, data `[n, k]`, with their scales, those of all rows being inverse `[t, ...]`, or `[]`."""
-    return Fp8Matrix(data, inverse[rows] if inverse.dim() else inverse)
+def part_of(data: torch.Tensor, scale_inv: torch.Tensor, rows: slice) -> Fp8Matrix:
+    """Some rows, data `[n, k]`, with their scales, those of all rows being scale_inv `[t, ...]`, or `[]`."""
+    return Fp8Matrix(data, scale_inv[rows] if scale_inv.dim() else scale_inv)

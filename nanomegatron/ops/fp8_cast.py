@@ -1,6 +1,6 @@
 """Casts to FP8 with one scale per tensor, row or block: the kernels of cuda/fp8_*.cu, and their references.
 
-    q = fp8(x * scale), saturating        x is about q * inverse, inverse = 1 / scale
+    q = fp8(x * scale), saturating        x is about q * scale_inv, scale_inv = 1 / scale
     scale = limit / amax                  limit: the format's largest value / 2^margin
 
     current scaling    fp8_amax, fp8_scale, fp8_cast                          scale from this tensor's amax
@@ -30,10 +30,10 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126  # of scales, so that they and their inv
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in FP8, about data * inverse; a matmul contracts its last dim."""
+    """A matrix in FP8, about data * scale_inv; a matmul contracts its last dim."""
 
     data: torch.Tensor  # [m, k], contiguous
-    inverse: torch.Tensor  # fp32: [] per tensor, [m, 1] per row, or per block as fp8_cast_blocks returns it
+    scale_inv: torch.Tensor  # fp32: [] per tensor, [m, 1] per row, or per block as fp8_cast_blocks returns it
 
 
 def fp8_limit(dtype: torch.dtype, margin: int = 0) -> float:
@@ -61,9 +61,9 @@ def fp8_scale(
         raise ValueError(f"amaxes are fp32, not {amax.dtype}")
     amax = amax.contiguous()
     if usable(amax, "fp8_scale"):
-        scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
-        launch_kernel("fp8_scale", amax, scale, inverse, amax.numel(), limit, int(power_of_two))
-        return scale, inverse
+        scale, scale_inv = torch.empty_like(amax), torch.empty_like(amax)
+        launch_kernel("fp8_scale", amax, scale, scale_inv, amax.numel(), limit, int(power_of_two))
+        return scale, scale_inv
     scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two)
     return scale, 1.0 / scale
 
@@ -71,36 +71,36 @@ def fp8_scale(
 def fp8_update(
     history: torch.Tensor,
     scale: torch.Tensor,
-    inverse: torch.Tensor,
+    scale_inv: torch.Tensor,
     limits: torch.Tensor,
     most_recent: bool = False,
 ) -> None:
     """Update the scales of n tensors for the next step from their amax history, in place; all are fp32.
 
     history: `[length, n]`, amaxes: row 0 of the step that ends, row j of j steps before; rows are shifted
-    down by one and row 0 is zeroed. scale, inverse, limits: `[n]`. Scales come from row 0 (`most_recent`) or
-    the largest of each column. A scale stays where that is zero or row 0 is not finite; amaxes that are not
-    finite are shifted as zero. Raises ValueError for other shapes, types or devices.
+    down by one and row 0 is zeroed. scale, scale_inv, limits: `[n]`. Scales come from row 0 (`most_recent`)
+    or the largest of each column. A scale stays where that is zero or row 0 is not finite; amaxes that are
+    not finite are shifted as zero. Raises ValueError for other shapes, types or devices.
     """
     length, n = history.shape
-    for x, shape in (history, (length, n)), (scale, (n,)), (inverse, (n,)), (limits, (n,)):
+    for x, shape in (history, (length, n)), (scale, (n,)), (scale_inv, (n,)), (limits, (n,)):
         kind = x.shape, x.dtype, x.device, x.is_contiguous()
         if kind != (shape, torch.float32, history.device, True):
             raise ValueError(f"scales, history {kind}: must be fp32 {list(shape)} on {history.device}")
     if usable(history, "fp8_update"):
-        launch_kernel("fp8_update", history, scale, inverse, limits, n, length, int(most_recent))
+        launch_kernel("fp8_update", history, scale, scale_inv, limits, n, length, int(most_recent))
     elif history.numel():
-        fp8_update_ref(history, scale, inverse, limits, most_recent)
+        fp8_update_ref(history, scale, scale_inv, limits, most_recent)
 
 
-def fp8_update_ref(history, scale, inverse, limits, most_recent=False) -> None:
+def fp8_update_ref(history, scale, scale_inv, limits, most_recent=False) -> None:
     """`fp8_update` in plain torch."""
     newest, finite = history[0].clone(), history.where(history.isfinite(), 0.0)
     amax = newest if most_recent else finite.amax(dim=0).where(newest.isfinite(), newest)
     history[1:] = finite[:-1]
     history[0] = 0.0
     scale.copy_(_scale(amax, limits, scale))
-    inverse.copy_(1.0 / scale)
+    scale_inv.copy_(1.0 / scale)
 
 
 def fp8_cast(
@@ -148,16 +148,16 @@ def fp8_cast_rows(
     dtype: torch.dtype,
     limit: float,
     outputs: str = "rowwise",
-    inverse: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """Cast x `[m, k]`, x^T `[k, m]` or both to FP8, a scale for each row; inverses fp32 `[m, 1]`, `[k, 1]`.
 
-    Scales are limit / amax, rounded down to powers of two. x may already be FP8 of `dtype`, with the inverse
-    `[m, 1]` of its rows or `[...]` of its blocks: then x * inverse is cast. Raises ValueError.
+    Scales are limit / amax, rounded down to powers of two. x may already be FP8 of `dtype`, with the
+    scale_inv `[m, 1]` of its rows or `[...]` of its blocks: then x * scale_inv is cast. Raises ValueError.
     """
-    source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
+    source, (row, flip) = _source(x, dtype, scale_inv), _empty(x, *x.shape, dtype, outputs)
     if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
-        return _plainly(lambda y: fp8_cast_rows_ref(y, dtype, limit), x, inverse, outputs)
+        return _plainly(lambda y: fp8_cast_rows_ref(y, dtype, limit), x, scale_inv, outputs)
     inverses = [None if q is None else x.new_empty(len(q), 1, dtype=torch.float32) for q in (row, flip)]
     amax = None if flip is None else x.new_zeros(sum(x.shape), dtype=torch.float32)
     kind = float(limit), TYPES[x.dtype], TYPES[dtype]
@@ -178,18 +178,19 @@ def fp8_cast_blocks(
     squares: bool,
     outputs: str = "rowwise",
     power_of_two: bool = False,
-    inverse: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """Cast x `[m, k]`, x^T `[k, m]` or both to FP8, each block with a scale of its own.
 
     Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
     each other's transpose. Inverses are fp32: `[m, k/128]` with the first dim contiguous, or `[m/128, k/128]`
     with a row stride divisible by 4, as `torch._scaled_mm` takes them (block counts rounded up).
-    x, inverse `[...]`, outputs: as in `fp8_cast_rows`. Raises ValueError for other shapes, types or devices.
+    x, scale_inv `[...]`, outputs: as in `fp8_cast_rows`. Raises ValueError for other shapes, types and
+    devices.
     """
-    source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
+    source, (row, flip) = _source(x, dtype, scale_inv), _empty(x, *x.shape, dtype, outputs)
     if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
-        return _plainly(lambda y: fp8_cast_blocks_ref(y, dtype, squares, power_of_two), x, inverse, outputs)
+        return _plainly(lambda y: fp8_cast_blocks_ref(y, dtype, squares, power_of_two), x, scale_inv, outputs)
     inverses = [None if q is None else _inverse(q, squares) for q in (row, flip)]
     strides = [0 if i is None else i.stride(0) for i in inverses]
     kind = int(squares), int(power_of_two), TYPES[x.dtype], TYPES[dtype]
@@ -209,35 +210,37 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> Fp8Matrix:
 
 
 def fp8_decode(a: Fp8Matrix) -> torch.Tensor:
-    """Dequantize: data * inverse, with an inverse per tensor, row or block. -> fp32 `[m, k]`"""
-    q, inverse = a
-    if inverse.dim() == 2 and inverse.shape != (len(q), 1):
-        inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
-    return q.float() * inverse
+    """Dequantize: data * scale_inv, with one per tensor, row or block. -> fp32 `[m, k]`"""
+    q, scale_inv = a
+    if scale_inv.dim() == 2 and scale_inv.shape != (len(q), 1):
+        scale_inv = _of_rows(q, scale_inv).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    return q.float() * scale_inv
 
 
-def _of_rows(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _of_rows(q: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
     """Inverses of blocks as those of blocks 1 x 128, `[m, k/128]`: those of squares are repeated."""
-    return inverse if len(inverse) == len(q) else inverse.repeat_interleave(BLOCK, 0)[: len(q)]
+    return scale_inv if len(scale_inv) == len(q) else scale_inv.repeat_interleave(BLOCK, 0)[: len(q)]
 
 
-def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -> tuple:
+def _source(x: torch.Tensor, dtype: torch.dtype, scale_inv: torch.Tensor | None) -> tuple:
     """The kernels' arguments for x: x, the inverses of each row (None without), and their strides."""
-    if inverse is None:
+    if scale_inv is None:
         _check(x, dtype)
         return x.contiguous(), None, 0, 0
-    (m, k), kind = x.shape, (x.dtype, inverse.dtype, inverse.device)
+    (m, k), kind = x.shape, (x.dtype, scale_inv.dtype, scale_inv.device)
     down, across = -(-m // BLOCK), -(-k // BLOCK)
     shapes = (m, 1), (m, across), (down, across)
-    if kind != (dtype, torch.float32, x.device) or dtype not in FORMATS or inverse.shape not in shapes:
-        raise ValueError(f"{x.dtype} {x.shape} with {inverse.dtype} {inverse.shape} is not cast to {dtype}")
-    rows = _of_rows(x, inverse).expand(m, across)
+    if kind != (dtype, torch.float32, x.device) or dtype not in FORMATS or scale_inv.shape not in shapes:
+        raise ValueError(
+            f"{x.dtype} {x.shape} with {scale_inv.dtype} {scale_inv.shape} is not cast to {dtype}"
+        )
+    rows = _of_rows(x, scale_inv).expand(m, across)
     return x.contiguous(), rows, *rows.stride()
 
 
-def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
+def _plainly(cast: Callable, x: torch.Tensor, scale_inv: torch.Tensor | None, outputs: str) -> tuple:
     """A cast of x and one of x^T, those named by `outputs`, in plain torch."""
-    x = x if inverse is None else fp8_decode(Fp8Matrix(x, inverse))
+    x = x if scale_inv is None else fp8_decode(Fp8Matrix(x, scale_inv))
     return None if outputs == "columnwise" else cast(x), None if outputs == "rowwise" else cast(x.t())
 
 

@@ -31,15 +31,15 @@ def fp8_matmul(
     k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
-    rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
-    blocks = a.inverse.dim() == 2 and not rows
+    rows = all(matrix.scale_inv.shape == (len(matrix.data), 1) for matrix in (a, b))
+    blocks = a.scale_inv.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no CPU kernel
         y = (fp8_decode(a) @ fp8_decode(b).t()).to(dtype)
         return y if out is None else out.copy_(y)
     if blocks and m % ALIGN:  # as when text is generated at a run's end: cuBLAS has no kernel for such m
         padding = 0, 0, 0, -m % ALIGN
         data = F.pad(a.data.view(torch.uint8), padding).view(a.data.dtype)
-        a = Fp8Matrix(data, F.pad(a.inverse, padding))
+        a = Fp8Matrix(data, F.pad(a.scale_inv, padding))
     scale_a, scale_b = _torch_scale(a, blocks), _torch_scale(b, blocks).t()
     kind = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
     how = dict(out_dtype=kind, use_fast_accum=fast and not blocks)
@@ -50,15 +50,15 @@ def fp8_matmul(
 
 
 def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
-    """The inverse of a in the shape and strides that torch takes; those of gathered blocks have others."""
-    q, inverse = a
-    if not inverse.dim():  # most CPUs have a fast kernel for scales of rows only, with the same result
-        return inverse if q.is_cuda else inverse.repeat(len(q), 1)
+    """The scale_inv of a in the shape and strides that torch takes; those of gathered blocks have others."""
+    q, scale_inv = a
+    if not scale_inv.dim():  # most CPUs have a fast kernel for scales of rows only, with the same result
+        return scale_inv if q.is_cuda else scale_inv.repeat(len(q), 1)
     if not blocks:
-        return inverse.flatten()[:, None]
-    if len(inverse) < len(q) and inverse.shape[1] % 4:  # torch 2.11 misreads such scales of 128 x 128
-        inverse = inverse.repeat_interleave(BLOCK, 0)[: len(q)]
-    return inverse.t().contiguous().t() if len(inverse) == len(q) else inverse
+        return scale_inv.flatten()[:, None]
+    if len(scale_inv) < len(q) and scale_inv.shape[1] % 4:  # torch 2.11 misreads such scales of 128 x 128
+        scale_inv = scale_inv.repeat_interleave(BLOCK, 0)[: len(q)]
+    return scale_inv.t().contiguous().t() if len(scale_inv) == len(q) else scale_inv
 
 
 def add_fp8_product_(
@@ -78,7 +78,7 @@ def add_fp8_product_(
     if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
         add_fp8_product_ref_(out, a, b, fast, overwrite)
         return
-    matmul(out, a.data, a.inverse, b.data, b.inverse, add=not overwrite, fast=fast)
+    matmul(out, a.data, a.scale_inv, b.data, b.scale_inv, add=not overwrite, fast=fast)
 
 
 def add_fp8_product_ref_(

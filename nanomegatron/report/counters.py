@@ -41,11 +41,11 @@ ROUNDING = 1.0 + 2.0**-20  # rounding may put the largest value times its scale 
 
 def cast_losses(x: torch.Tensor, row: Fp8Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the values of x `[m, k]` that saturated in its cast, and those that became zero -> 0-d, 0-d"""
-    top, inverse = torch.finfo(row.data.dtype).max * ROUNDING, row.inverse
-    if inverse.shape in ((), (len(x), 1)):
-        bound = (inverse * top).view(-1, 1)
+    top, scale_inv = torch.finfo(row.data.dtype).max * ROUNDING, row.scale_inv
+    if scale_inv.shape in ((), (len(x), 1)):
+        bound = (scale_inv * top).view(-1, 1)
     else:
-        bound = fp8_decode(Fp8Matrix(inverse.new_full((1, 1), top).expand(x.shape), inverse))
+        bound = fp8_decode(Fp8Matrix(scale_inv.new_full((1, 1), top).expand(x.shape), scale_inv))
     zeros = (row.data.view(torch.uint8) & 0x7F) == 0
     return (x.abs() > bound).sum(), (zeros & (x != 0)).sum()
 

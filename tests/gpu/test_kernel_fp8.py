@@ -92,8 +92,8 @@ def coded(shape: tuple[int, int], dtype: torch.dtype, inverses: str) -> tuple[to
     """FP8 with inverses that are no powers of two, but those of rows."""
     if inverses == "rows":
         return fp8_cast_rows_ref(spread(shape), dtype, 100.0)
-    q, inverse = fp8_cast_blocks_ref(spread(shape), dtype, inverses == "squares")
-    return q, inverse.contiguous() if inverses == "gathered" else inverse
+    q, scale_inv = fp8_cast_blocks_ref(spread(shape), dtype, inverses == "squares")
+    return q, scale_inv.contiguous() if inverses == "gathered" else scale_inv
 
 
 def test_the_kernels_are_there():
@@ -198,11 +198,11 @@ def test_turned_bytes(shape, dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES + LONG)
 def test_casts_of_casts(shape, dtype, inverses):
-    q, inverse = coded(shape, dtype, inverses)
+    q, scale_inv = coded(shape, dtype, inverses)
     for outputs in ("rowwise", "columnwise", "both"):
-        check_parts(fp8_cast_rows, q, dtype, 448.0, outputs, inverse)
+        check_parts(fp8_cast_rows, q, dtype, 448.0, outputs, scale_inv)
         for squares in (False, True):
-            check_parts(fp8_cast_blocks, q, dtype, squares, outputs, not squares, inverse)
+            check_parts(fp8_cast_blocks, q, dtype, squares, outputs, not squares, scale_inv)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -210,13 +210,13 @@ def test_casts_of_casts(shape, dtype, inverses):
 def test_casts_of_all_casts(dtype, power_of_two):
     """Every byte with inverses up to where values overflow or become zero; a view that is not aligned."""
     every = torch.arange(256, dtype=torch.uint8, device=GPU).repeat(256, 1)
-    inverse = 2.0 ** torch.linspace(-126, 126, 256, device=GPU)[:, None]
-    inverse = inverse.log2().round().exp2() if power_of_two else inverse
+    scale_inv = 2.0 ** torch.linspace(-126, 126, 256, device=GPU)[:, None]
+    scale_inv = scale_inv.log2().round().exp2() if power_of_two else scale_inv
     shifted = torch.cat((every.flatten()[:1], every.flatten()))[1:].view(256, 256)
     for q in (every, every.t().contiguous(), shifted):
         for outputs in ("rowwise", "both"):
-            check_parts(fp8_cast_rows, q.view(dtype), dtype, 448.0, outputs, inverse)
-            check_parts(fp8_cast_blocks, q.view(dtype), dtype, False, outputs, True, inverse)
+            check_parts(fp8_cast_rows, q.view(dtype), dtype, 448.0, outputs, scale_inv)
+            check_parts(fp8_cast_blocks, q.view(dtype), dtype, False, outputs, True, scale_inv)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -252,13 +252,13 @@ def test_scale_of_an_amax():
 @pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 64, 65, 1024])
 def test_history(length, n, most_recent):
     history = torch.rand(length, n) * 10
-    scale, inverse = torch.ones(n), torch.ones(n)
+    scale, scale_inv = torch.ones(n), torch.ones(n)
     limits = torch.tensor([fp8_limit(FORMATS[i % 2]) for i in range(n)])
-    ours = [x.to(GPU, copy=True) for x in (history, scale, inverse, limits)]
+    ours = [x.to(GPU, copy=True) for x in (history, scale, scale_inv, limits)]
     for step in range(4):
         fp8_update(*ours, most_recent)
-        fp8_update_ref(history, scale, inverse, limits, most_recent)
-        for found, expected in zip(ours, (history, scale, inverse, limits), strict=True):
+        fp8_update_ref(history, scale, scale_inv, limits, most_recent)
+        for found, expected in zip(ours, (history, scale, scale_inv, limits), strict=True):
             assert torch.equal(found.cpu(), expected), step
         newest = torch.rand(n) * 10
         newest[step % n] = (NAN, INF, 0.0, 1e-45)[step]
@@ -296,8 +296,8 @@ def test_nothing_beside_the_outputs_is_written(shape):
     launch_kernel("fp8_transpose", row, flip, m, k)
     for whole, _ in [*buffers, (guard, amax)]:
         assert (whole[:band] == 0x5A).all() and (whole[-band:] == 0x5A).all()
-    for inverse in inverses:  # and each element of what has no pattern of its own was
-        assert (inverse.view(torch.int32) != 0x5A5A5A5A).all()
+    for scale_inv in inverses:  # and each element of what has no pattern of its own was
+        assert (scale_inv.view(torch.int32) != 0x5A5A5A5A).all()
 
 
 def test_the_same_bits_every_time():
@@ -322,11 +322,11 @@ def test_more_than_2_to_the_31_elements(more):
         same(alone[start : start + 8192], expected)
         same(flip[:, start : start + 8192].contiguous(), expected.t().contiguous())
     assert torch.equal(fp8_transpose(row).view(torch.uint8), flip.view(torch.uint8))
-    (row, inverse), (flip, flip_inverse) = fp8_cast_rows(x, FORMATS[0], 448.0, "both")
+    (row, scale_inv), (flip, flip_inverse) = fp8_cast_rows(x, FORMATS[0], 448.0, "both")
     for start in range(0, m, 8192):
         expected, inverses = fp8_cast_rows_ref(x[start : start + 8192], FORMATS[0], 448.0)
         same(row[start : start + 8192], expected)
-        assert torch.equal(inverse[start : start + 8192], inverses)
+        assert torch.equal(scale_inv[start : start + 8192], inverses)
     for start in range(0, k, 8192):
         expected, inverses = fp8_cast_rows_ref(x[:, start : start + 8192].t(), FORMATS[0], 448.0)
         same(flip[start : start + 8192], expected)

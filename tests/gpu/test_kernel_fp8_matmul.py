@@ -42,8 +42,8 @@ def test_layers_of_llama(shape, tokens):
 def cast(rows: int, k: int, dtype: torch.dtype, size: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Random numbers as training casts them, and the inverse of their scale."""
     x = torch.randn(rows, k, device=GPU) * size
-    scale, inverse = fp8_scale(x.abs().amax(), fp8_limit(dtype))
-    return fp8_cast(x, scale, dtype)[0], inverse
+    scale, scale_inv = fp8_scale(x.abs().amax(), fp8_limit(dtype))
+    return fp8_cast(x, scale, dtype)[0], scale_inv
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
