@@ -43,9 +43,16 @@ A row or block that tp splits has a scale for each part: results depend on tp, w
 Scales of rows and blocks are powers of two: requantizing along the other dim (`Quantizer.transposed`) is
 exact but for underflow.
 
-Delayed scaling has no history in its first step, which casts as tensorwise does. Microbatches and recomputed
-forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing changes a
-scale. The scale is from the amax of the last step (most_recent) or the largest in the history (max).
+A step of delayed scaling, and what raises the amaxes in row 0 of the history, each to the largest |value|:
+
+    forward         x, in training     `Delayed.cast`, or the kernel that makes x (`Delayed.fused_output`)
+    backward        g                  the same
+    once a step     W                  `Delayed.cast` at first use, or AdamW's kernel (`fast/fp8_gather.py`)
+    end_step        row 0 is max-reduced over the ranks; from it (most_recent), or the largest in the history
+                    (max), come the scales of the next step; the history moves by a row
+
+Microbatches and recomputed forwards raise one amax, and the history moves once a step, so neither a schedule
+nor recomputing changes a scale. The first step has no history, and casts as tensorwise does.
 
 Zeros, infinities, NaN, outliers, error bounds and how Transformer Engine differs: docs/fp8.md.
 (FP8: arXiv 2209.05433; blocks: 2412.19437)
@@ -135,6 +142,7 @@ class Quantizer:
     power_of_two: ClassVar[bool] = False  # scales are rounded down to one
     has_margin: ClassVar[bool] = True
     keeps_history: ClassVar[bool] = False  # scales are of earlier steps' amaxes
+    has_scale: bool = False  # `scale` is known before the tensor is
 
     def __init__(self, role: str, dtype: torch.dtype, limit: float) -> None:
         self.role = role
@@ -172,15 +180,6 @@ class Quantizer:
         """Make the columnwise copy from the rowwise one: with one scale the same bytes. `[m, k] -> [k, m]`"""
         return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.scale_inv)
 
-    @property
-    def has_scale(self) -> bool:
-        """Whether `scale` is known before the tensor is: delayed scaling, after its first step."""
-        return self.keeps_history and self.scales.has_history
-
-    def fused_output(self, copies: str, record: bool = True) -> Fp8Output:
-        """How a kernel that makes this tensor casts it, where `has_scale`; as `quantize` would."""
-        return Fp8Output(self.dtype, self.scale, self.amax if record else None, copies)
-
     def record_stats(self, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True) -> None:
         """Count a cast of x `[m, k]` in the statistics (report/counters.py), in steps that log them."""
         if self.scales.stats_hook and record and quantized.rowwise is not None:
@@ -204,14 +203,23 @@ class Delayed(Quantizer):
 
     keeps_history = True
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether a step has ended."""
+        return self.scales.has_history
+
     def cast(self, x: torch.Tensor, copies: str, fp8_group: Axis | None, record: bool) -> Quantized:
-        """Cast x `[m, k]`, and raise the amax of this step to that of x."""
+        """Cast x `[m, k]`; record: raise the amax of this step to that of x."""
         scale = self.scale
         scale_inv = self.scale_inv
         if not self.has_scale:
             scale, scale_inv = fp8_scale(tensor_amax(x, fp8_group), self.limit)
         amax = self.amax if record else None
         return Quantized.with_scale(fp8_cast(x, scale, self.dtype, amax, copies), scale_inv)
+
+    def fused_output(self, copies: str, record: bool = True) -> Fp8Output:
+        """How a kernel that makes this tensor casts it as `cast` would, where `has_scale`."""
+        return Fp8Output(self.dtype, self.scale, self.amax if record else None, copies)
 
 
 class Rowwise(Quantizer):
