@@ -134,7 +134,7 @@ def set_up(
     add_optimizer(run, paths)
     add_observers(run, profile, signals, observers)
     executor = build_executor(config, paths, model, run.buckets, log.line)
-    run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
+    run.run_schedule = partial(executor, tracer=run.observers.find(Reporter).tracer)
     signals.check(mesh)
     load_checkpoint(run, run.observers.find(Health))
     if mesh.rank == 0:

@@ -72,7 +72,7 @@ Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
-def execute(
+def run_schedule(
     stages: "ModelChunks",
     step: Callable[[GPTModel, int], torch.Tensor],
     microbatches: int,
@@ -229,7 +229,7 @@ class Outbox:
 
 
 class NoTracer:
-    """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
+    """A tracer that does nothing; called at each op and message (report/trace.py records)."""
 
     watches = False  # whether it needs these calls in this step
 
@@ -323,10 +323,11 @@ def warm_up(
 ) -> None:
     """Run this rank's ops of a schedule of one microbatch, with zeros for messages; no message is sent.
 
-    Call it on GPUs before the first `execute`. A message in flight on a GPU is a kernel that waits for the
-    other rank, and a call that synchronizes the GPU waits for that kernel: two ranks that do so can deadlock.
-    Loading a kernel for its first use synchronizes, hence this function. (So does cudaFree, when the caching
-    allocator runs out: leave memory unused.) Gradients are added and reported as by `execute`.
+    Call it on GPUs before the first `run_schedule`. A message in flight on a GPU is a kernel that waits for
+    the other rank, and a call that synchronizes the GPU waits for that kernel: two ranks that do so can
+    deadlock. Loading a kernel for its first use synchronizes, hence this function. (So does cudaFree, when
+    the caching allocator runs out: leave memory unused.) Gradients are added and reported as by
+    `run_schedule`.
     """
     runner = OpRunner(stages, step)
     zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
@@ -355,7 +356,7 @@ def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
 
     training = model.training
     model.eval()  # without sequence parallelism: the sequence may have any length
-    execute(model, step, 1, model.shape(s, b), forward_only=True)
+    run_schedule(model, step, 1, model.shape(s, b), forward_only=True)
     model.train(training)
     broadcast_(logits, model.pp, model.last_rank)
     return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

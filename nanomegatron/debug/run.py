@@ -31,7 +31,7 @@ from nanomegatron.param import Init, draw_normal
 from nanomegatron.pick_fast_paths import install, paths_for
 from nanomegatron.pick_variants import pick_dataset, pick_schedules
 from nanomegatron.plan.flops import parameter_count
-from nanomegatron.pp import ModelChunks, execute
+from nanomegatron.pp import ModelChunks, run_schedule
 from nanomegatron.step import Progress, Training, TrainingData, build_loaders, train_step, warm_up_step
 
 SEEDS = (0, 1, 2)  # of the perturbation; 0: none
@@ -118,7 +118,7 @@ def record_rank(
             warm_up_step(run)
         recorder = Recorder(run)
         run.observers.append(recorder)
-        run.execute = partial(execute, tracer=recorder)
+        run.run_schedule = partial(run_schedule, tracer=recorder)
         try:
             recorder.add_weights(INITIAL)
             while run.progress.iteration < config.run.train_iters:
