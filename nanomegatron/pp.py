@@ -66,7 +66,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.router import Router, kept_tokens, move_expert_biases
-from nanomegatron.schedules import STAGE_OFFSET, Exchange, Message, Op, embedding_ranks, most_open
+from nanomegatron.schedules import Exchange, Message, Op, embedding_ranks, most_open
 
 Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
@@ -87,26 +87,25 @@ def run_schedule(
     of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
     neighbouring stages.
     """
-    lists, exchanges = stages.plan(microbatches, forward_only)
     rank = stages.pp.rank
+    lists, exchanges = stages.plan(microbatches, forward_only)
     runner = OpRunner(stages, step)
     tracer = tracer or NoTracer()
     empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
     inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
-    outbox = Outbox(stages.links, most_open(lists[rank]))
-    arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
+    outbox = Outbox(stages.links, max_in_flight=most_open(lists[rank]))
+    arrived: dict[Message, torch.Tensor] = {}  # which no op has used yet
     with torch.set_grad_enabled(not forward_only):
         for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
             for message in exchange.receives:
-                arrived[message.kind, message.stage, message.microbatch] = inbox.receive(message, tracer)
-            stage = stages.placed[rank][op.chunk]
-            received = arrived.pop((op.kind[0], stage, op.microbatch), None)
+                arrived[message] = inbox.receive(message, tracer)
+            received = arrived.pop(exchange.uses) if exchange.uses else None
             with tracer.op(op):
-                output = runner.run(op, received)
-            if exchange.sends is not None:
-                outbox.send(output, exchange.sends)
-            elif output is not None:  # the next stage is on this rank, too
-                arrived[op.kind[0], stage + STAGE_OFFSET[op.kind], op.microbatch] = output
+                result = runner.run(op, received)
+            if exchange.sends and exchange.sends.is_local:
+                arrived[exchange.sends] = result
+            elif exchange.sends:
+                outbox.send(result, exchange.sends)
     outbox.close()
 
 
@@ -206,20 +205,20 @@ class Outbox:
     """Sends messages, and keeps each tensor until it has been sent.
 
     Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
-    than `most` sends in flight, the most forwards without backward on this rank: by then it has arrived, or
+    than `max_in_flight`, the most forwards without backward on this rank: by then the oldest has arrived, or
     its receive has been posted.
     """
 
-    def __init__(self, links: Links, most: int) -> None:
+    def __init__(self, links: Links, max_in_flight: int) -> None:
         self.links = links
-        self.most = most
+        self.max_in_flight = max_in_flight  # of each link
         self.in_flight = defaultdict(deque)
 
     def send(self, x: torch.Tensor, message: Message) -> None:
         """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
         in_flight = self.in_flight[message.link]
         in_flight.append(start_send(x, self.links[message.link]))
-        while in_flight and (in_flight[0].done or len(in_flight) > self.most):
+        while in_flight and (in_flight[0].done or len(in_flight) > self.max_in_flight):
             in_flight.popleft().wait()
 
     def close(self) -> None:

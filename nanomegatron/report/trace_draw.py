@@ -13,6 +13,7 @@ and one for the messages of each other rank, arrows from the op that sends to th
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[s
             continue
         rank = recording.drawn[event.rank]
         reason = "though what it needs was there"
-        if used and recording.arrivals[rank][used] - recording.first > event.start - gap / 2:
+        if recording.arrivals[rank].get(used, -math.inf) - recording.first > event.start - gap / 2:
             reason = f"for {CONTENT[used.kind]} from rank {recording.sender(rank, used)}"
         op = event.op
         line = f"rank {rank} waited {gap:.3g} ms (planned {plan:.3g}) before {op_name(op)} "
