@@ -116,37 +116,44 @@ class OpRunner:
         self.stages = stages
         self.step = step
         self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
-        self.works: dict[tuple[int, int], list] = {}
+        self.works: dict[tuple[int, int], list] = {}  # deferred weight gradients
 
     def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send"""
-        place = op.chunk, op.microbatch
-        if op.kind == "F":
-            return self._forward(place, received)
-        if op.kind == "W":
-            return self.stages.wgrad_store.run(self.works.pop(place))
-        state = self.states.pop(place)
-        state.output_grad.append(received)  # None on the last stage, which begins with the loss
-        if op.kind == "BW":
-            state.root.backward()
-        else:
-            with self.stages.wgrad_store.collect() as works:
-                state.root.backward()
-            self.works[place] = works
-        return state.input_grad[0] if state.input_grad else None
+        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send
 
-    def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
-        chunk = self.stages[place[0]]
+        received is not read by the first stage's F and the last stage's B, nor by W.
+        """
+        if op.kind == "F":
+            return self._forward(op, received)
+        if op.kind == "BW":
+            return self._backward(op, received)
+        if op.kind == "B":
+            with self.stages.wgrad_store.collect() as works:
+                input_grad = self._backward(op, received)
+            self.works[op.chunk, op.microbatch] = works
+            return input_grad
+        return self.stages.wgrad_store.run(self.works.pop((op.chunk, op.microbatch)))
+
+    def _forward(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[op.chunk]
         output_grad = []
         input_grad = []
-        if received is not None:
+        if not chunk.pre_process:
             leaf = torch.empty(0, requires_grad=True)  # makes autograd record
             chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
-        y = self.step(chunk, place[1])
+        y = self.step(chunk, op.microbatch)
         if torch.is_grad_enabled():
             root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
-            self.states[place] = ForwardState(root, output_grad, input_grad)
+            self.states[op.chunk, op.microbatch] = ForwardState(root, output_grad, input_grad)
         return None if chunk.post_process else y.detach()
+
+    def _backward(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[op.chunk]
+        state = self.states.pop((op.chunk, op.microbatch))
+        if not chunk.post_process:  # the last stage begins with its loss
+            state.output_grad.append(received)
+        state.root.backward()
+        return None if chunk.pre_process else state.input_grad[0]
 
 
 class ForwardState(NamedTuple):
@@ -330,10 +337,9 @@ def warm_up(
     """
     runner = OpRunner(stages, step)
     zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
-    for op in stages.plan(1)[0][stages.pp.rank]:
-        chunk = stages[op.chunk]
-        at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
-        runner.run(op, None if at_end else zeros())
+    lists, _ = stages.plan(1)
+    for op in lists[stages.pp.rank]:
+        runner.run(op, zeros())
 
 
 def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
