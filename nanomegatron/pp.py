@@ -87,13 +87,14 @@ def run_schedule(
     of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
     neighbouring stages.
     """
-    rank = stages.pp.rank
-    lists, exchanges = stages.plan(microbatches, forward_only)
+    pipeline = stages.pipeline
+    rank = pipeline.axis.rank
+    lists, exchanges = pipeline.plan(microbatches, forward_only)
     runner = OpRunner(stages, step)
     tracer = tracer or NoTracer()
     empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
-    inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
-    outbox = Outbox(stages.links, max_in_flight=most_open(lists[rank]))
+    inbox = Inbox(pipeline.links, exchanges[rank], empty, ahead=not stages.on_gpu)
+    outbox = Outbox(pipeline.links, max_in_flight=most_open(lists[rank]))
     arrived: dict[Message, torch.Tensor] = {}  # which no op has used yet
     with torch.set_grad_enabled(not forward_only):
         for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
@@ -250,8 +251,32 @@ class NoTracer:
         """Called after the wait."""
 
 
+class Pipeline:
+    """The schedule of a model: which stages are on which rank, and what each rank does in which order."""
+
+    def __init__(self, mesh: Mesh, chunks: int, name: str, group: int | None) -> None:
+        """chunks: of the model on each rank; name, group: as for `schedules.schedule`."""
+        self.axis = mesh.pp
+        self.links = mesh.p2p_links
+        self.chunks = chunks
+        self.name = name
+        self.group = group
+        self.placed = schedules.placement(name, self.axis.size, chunks)
+        _, self.last_rank = embedding_ranks(self.placed)
+        self.plans: dict[tuple[int, bool], Plan] = {}
+
+    def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
+        """Return the ops of every rank and their messages (cached); forward_only: without backwards."""
+        if (microbatches, forward_only) not in self.plans:
+            lists = schedules.schedule(self.name, self.axis.size, microbatches, self.chunks, self.group)
+            if forward_only:
+                lists = [[op for op in ops if op.kind == "F"] for ops in lists]
+            self.plans[microbatches, forward_only] = lists, schedules.messages(lists, self.placed)
+        return self.plans[microbatches, forward_only]
+
+
 class ModelChunks(nn.ModuleList):
-    """The model chunks that this rank holds, in the order of the model, and their schedule.
+    """The model chunks that this rank holds, in the order of the model.
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
@@ -269,20 +294,14 @@ class ModelChunks(nn.ModuleList):
     ) -> None:
         """name, group: as for `schedules.schedule`."""
         super().__init__(chunks)
-        self.pp = mesh.pp
+        self.pipeline = Pipeline(mesh, len(chunks), name, group)
         self.cp = mesh.cp
-        self.links = mesh.p2p_links
         self.config = chunks[0].config
         self.tp = chunks[0].tp
         self.vocab_size = chunks[0].vocab_size
-        self.name = name
-        self.group = group
         self.scales: Scales | None = None  # where linear layers are FP8
-        self.placed = schedules.placement(name, self.pp.size, len(chunks))
-        self.plans: dict[tuple[int, bool], Plan] = {}
-        first_rank, self.last_rank = embedding_ranks(self.placed)
-        self.reads_tokens = self.pp.rank in (first_rank, self.last_rank)
-        self.has_loss = self.pp.rank == self.last_rank
+        self.reads_tokens = any(chunk.pre_process or chunk.post_process for chunk in chunks)
+        self.has_loss = any(chunk.post_process for chunk in chunks)
         self.is_loss_rank = self.has_loss and self.tp.rank == 0
         weight = next(self.parameters())
         self.dtype = weight.dtype
@@ -309,15 +328,6 @@ class ModelChunks(nn.ModuleList):
         if self.routers and self.config.moe_router_enable_expert_bias:
             move_expert_biases(self.routers, kept_tokens(self.routers))
 
-    def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
-        """Return the ops of every rank and their messages (cached); forward_only: without backwards."""
-        if (microbatches, forward_only) not in self.plans:
-            lists = schedules.schedule(self.name, self.pp.size, microbatches, len(self), self.group)
-            if forward_only:
-                lists = [[op for op in ops if op.kind == "F"] for ops in lists]
-            self.plans[microbatches, forward_only] = lists, schedules.messages(lists, self.placed)
-        return self.plans[microbatches, forward_only]
-
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of every message; seq_length: the number of tokens of a row on this cp rank."""
         slices = self.tp.size if self.config.sequence_parallel and self.training else 1
@@ -337,8 +347,8 @@ def warm_up(
     """
     runner = OpRunner(stages, step)
     zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
-    lists, _ = stages.plan(1)
-    for op in lists[stages.pp.rank]:
+    lists, _ = stages.pipeline.plan(1)
+    for op in lists[stages.pipeline.axis.rank]:
         runner.run(op, zeros())
 
 
@@ -363,5 +373,5 @@ def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
     model.eval()  # without sequence parallelism: the sequence may have any length
     run_schedule(model, step, 1, model.shape(s, b), forward_only=True)
     model.train(training)
-    broadcast_(logits, model.pp, model.last_rank)
+    broadcast_(logits, model.pipeline.axis, model.pipeline.last_rank)
     return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

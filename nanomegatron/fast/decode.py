@@ -39,7 +39,7 @@ def plain_reason(model: ModelChunks) -> str:
     """Why graphs cannot run this model's steps; "" if they can."""
     if model.device.type != "cuda":
         return f"on {model.device.type}"
-    if model.tp.size * model.pp.size * len(model) > 1:
+    if model.tp.size * model.pipeline.axis.size * len(model) > 1:
         return "several ranks or stages"
     if model.config.num_experts:
         return "the shapes of experts' tokens vary"
