@@ -57,9 +57,7 @@ import torch
 from torch import nn
 
 from nanomegatron import schedules
-from nanomegatron.attention import Cache
-from nanomegatron.batch import Batch
-from nanomegatron.comm import Pending, all_gather, broadcast_, start_receive, start_send
+from nanomegatron.comm import Pending, start_receive, start_send
 from nanomegatron.fp8 import Scales
 from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
@@ -280,7 +278,7 @@ class ModelChunks(nn.ModuleList):
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
-    decoder: (stages, longest text) -> what generates in place of `last_logits`, or None.
+    decoder: (stages, longest text) -> what generates instead of `generate.next_logits`, or None.
     """
 
     decoder: Callable[["ModelChunks", int], Any] | None = None
@@ -350,28 +348,3 @@ def warm_up(
     lists, _ = stages.pipeline.plan(1)
     for op in lists[stages.pipeline.axis.rank]:
         runner.run(op, zeros())
-
-
-def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
-    """Return the logits of the last tokens of a batch that follows the cache -> `[b, V]`, unpadded.
-
-    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
-    has the whole batch, and returns the same logits. `report/generate.py` samples from them.
-    """
-    b, s = batch.tokens.shape
-    logits = torch.empty(
-        b, model[0].padded_vocab_size // model.tp.size, dtype=model.dtype, device=model.device
-    )
-
-    def step(chunk: GPTModel, _: int) -> torch.Tensor:
-        x = chunk(batch, cache=cache)
-        if chunk.post_process:
-            logits.copy_(x[-1])
-        return x
-
-    training = model.training
-    model.eval()  # without sequence parallelism: the sequence may have any length
-    run_schedule(model, step, 1, model.shape(s, b), forward_only=True)
-    model.train(training)
-    broadcast_(logits, model.pipeline.axis, model.pipeline.last_rank)
-    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

@@ -1,4 +1,4 @@
-"""Same result as `pp.last_logits`, within rounding: each new token by one launch of a CUDA graph.
+"""Same result as `model.GPTModel` with a cache, within rounding: a new token by one launch of a CUDA graph.
 
 A step of one token reads every weight once and computes little with each: at best it takes as long as the
 memory needs for that. The plain form launches hundreds of kernels from Python and waits for each token before
