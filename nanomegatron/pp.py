@@ -1,16 +1,16 @@
-"""Pipeline parallelism: the model cut into stages, and one executor that runs any schedule.
+"""Pipeline parallelism: the model cut into stages, and one loop that runs any schedule.
 
 Tests: tests/test_pp.py. Page: docs/pipeline.md.
 
     schedules.py   what each rank does, op by op, and which messages follow          (pure data)
-    pp.py          receives, computes and sends, op by op                            (the executor)
+    pp.py          receives, computes and sends, op by op                            (`run_schedule`)
 
-    rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is the loop of a rank
+    rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is what the loop below does on a rank
     rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages go over links (`mesh.py`)
     rank 2 of 3           [F0][B0][F1][B1]    ...
 
-What a rank does for 1f1b as a loop. `schedules.one_f_one_b` is the same as a list, which the executor reads
-like those of the other schedules:
+1f1b written out, to be read once. `schedules.one_f_one_b` is the same as a list of ops, which `run_schedule`
+runs as it runs those of the other schedules:
 
         ahead = min(stages - 1 - rank, microbatches)
 
