@@ -183,7 +183,7 @@ def begin(run: Training) -> None:
     run.observers.find(Checkpoints).saver.saved = progress.iteration
     if progress.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
-    elif run.model.on_gpu and run.mesh.pp.size > 1:
+    elif run.mesh.device.type == "cuda" and run.mesh.pp.size > 1:
         warm_up_step(run)
     run.optimizer.cast_weights()
     if config.debug_nan:

@@ -91,7 +91,7 @@ def run_schedule(
     runner = OpRunner(stages, step)
     tracer = tracer or NoTracer()
     empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
-    inbox = Inbox(pipeline.links, exchanges[rank], empty, ahead=not stages.on_gpu)
+    inbox = Inbox(pipeline.links, exchanges[rank], empty, ahead=stages.device.type == "cpu")
     outbox = Outbox(pipeline.links, max_in_flight=most_open(lists[rank]))
     arrived: dict[Message, torch.Tensor] = {}  # which no op has used yet
     with torch.set_grad_enabled(not forward_only):
@@ -304,7 +304,6 @@ class ModelChunks(nn.ModuleList):
         weight = next(self.parameters())
         self.dtype = weight.dtype
         self.device = weight.device
-        self.on_gpu = weight.is_cuda
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         self.wgrad_store = WeightGradStore()
         for param in self.parameters():

@@ -114,7 +114,7 @@ def record_rank(
         if world.rank == 0:
             print(f"layout {folder.name}: run {number} of {len(seeds)}", file=sys.stderr, flush=True)
         run = build_run(config, mesh, seed)
-        if run.model.on_gpu and mesh.pp.size > 1:
+        if device.type == "cuda" and mesh.pp.size > 1:
             warm_up_step(run)
         recorder = Recorder(run)
         run.observers.append(recorder)

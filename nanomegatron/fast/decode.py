@@ -134,7 +134,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.cache = StaticCache(self.spanning(self.length), self.model.device)
-        self.pool = torch.cuda.graph_pool_handle() if self.model.on_gpu else None
+        self.pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def spanning(self, count: int) -> int:
         """`count` rounded up to whole blocks."""
