@@ -134,7 +134,7 @@ def set_up(
     add_optimizer(run, paths)
     add_observers(run, profile, signals, observers)
     executor = build_executor(config, paths, model, run.buckets, log.line)
-    run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
+    run.run_schedule = partial(executor, tracer=run.observers.find(Reporter).tracer)
     signals.check(mesh)
     load_checkpoint(run, run.observers.find(Health))
     if mesh.rank == 0:
@@ -183,7 +183,7 @@ def begin(run: Training) -> None:
     run.observers.find(Checkpoints).saver.saved = progress.iteration
     if progress.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
-    elif run.model.on_gpu and run.mesh.pp.size > 1:
+    elif run.mesh.device.type == "cuda" and run.mesh.pp.size > 1:
         warm_up_step(run)
     run.optimizer.cast_weights()
     if config.debug_nan:

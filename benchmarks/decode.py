@@ -6,7 +6,7 @@
     python -m benchmarks.decode --small --out FILE.json                    a tiny model on a CPU, to test it
 
     graphs         nanomegatron generate on a GPU: fast/decode.py
-    plain          the form of the core, pp.last_logits
+    plain          the plain form, generate.next_logits
     transformers   the same shape as a model of transformers, static cache as large as the text; steps under
                    torch.compile(mode="reduce-overhead"), prompts without; skipped where it is not installed
 

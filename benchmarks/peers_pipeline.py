@@ -47,7 +47,7 @@ class PipelinePeer(Peer):
         super().__init__(stages, config.optimizer, place(token_loss), nullcontext)
         self.config, self.mesh = config, mesh
         self.kind, self.dtype = kind, dtype
-        self.mine, self.count = ours.placed[mesh.pp.rank], len(ours) * mesh.pp.size
+        self.mine, self.count = ours.pipeline.placed[mesh.pp.rank], len(ours) * mesh.pp.size
         self.schedule, self.microbatches = None, 0
         self._warm_up()
 

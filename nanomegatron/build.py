@@ -29,7 +29,7 @@ from nanomegatron.param import Init
 from nanomegatron.pick_fast_paths import Paths
 from nanomegatron.pick_variants import pick_variants
 from nanomegatron.plan.flops import stage_layers
-from nanomegatron.pp import ModelChunks, execute
+from nanomegatron.pp import ModelChunks, run_schedule
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 from nanomegatron.variants.weight_decay import decay_by_rates
@@ -128,5 +128,5 @@ def build_executor(
 ) -> Callable[..., None]:
     """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
     if not paths.graphs:
-        return execute
-    return paths.graphs(execute, buckets, model.scales, say, config.parallel.cuda_graph_warmup_steps)
+        return run_schedule
+    return paths.graphs(run_schedule, buckets, model.scales, say, config.parallel.cuda_graph_warmup_steps)

@@ -118,8 +118,10 @@ def start_messages(
     """
     sent = [x for x, _ in sends]
     waiting = axis.observer.start(axis, "send", sent)
-    messages = [dist.P2POp(dist.isend, x, axis.ranks[to % axis.size], axis.group) for x, to in sends]
-    messages += [dist.P2POp(dist.irecv, x, axis.ranks[of % axis.size], axis.group) for x, of in receives]
+    messages = [
+        *(dist.P2POp(dist.isend, x, axis.ranks[to % axis.size], axis.group) for x, to in sends),
+        *(dist.P2POp(dist.irecv, x, axis.ranks[of % axis.size], axis.group) for x, of in receives),
+    ]
     works = dist.batch_isend_irecv(messages) if messages else []
     return Pending(result, works, sent, waiting)
 

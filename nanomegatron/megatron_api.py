@@ -7,7 +7,7 @@ Tests: tests/test_config_keywords.py. Page: docs/api.md.
     RowParallelLinear(..., input_is_parallel=False)    comm.scatter_to, then tp.RowParallelLinear
     RowParallelLinear(..., skip_bias_add=True)         tp.RowParallelLinear, and its bias apart
     GPTModel(config, transformer_layer_spec=None)      model.GPTModel; the config is the spec
-    get_forward_backward_func()                        forward_backward, which calls pp.execute
+    get_forward_backward_func()                        forward_backward, which calls pp.run_schedule
 
 A step of code that was written for Megatron:
 
@@ -36,7 +36,7 @@ from nanomegatron.comm import gather_from, scatter_to
 from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init
-from nanomegatron.pp import ModelChunks, execute
+from nanomegatron.pp import ModelChunks, run_schedule
 
 
 def forward_backward(
@@ -76,7 +76,7 @@ def forward_backward(
         return loss / num_microbatches
 
     shape = model.shape(seq_length // model.cp.size, micro_batch_size)
-    execute(model, step, num_microbatches, shape, forward_only)
+    run_schedule(model, step, num_microbatches, shape, forward_only)
     return reports
 
 

@@ -27,7 +27,7 @@ import datetime
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -76,7 +76,7 @@ class Axis:
         return self.name, self.ranks[0], self.ranks[-1]
 
     def neighbours(self, size: int) -> "Axis":
-        """Return this rank's subgroup of `size` neighbours. Raises ValueError if `part_sizes` lacks it."""
+        """Return this rank's subgroup of `size` neighbours. Raises ValueError if there is none."""
         if size == self.size:
             return self
         if size not in self.parts:
@@ -115,25 +115,26 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
 def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
     names = list(reversed(sizes))  # slowest first, as the dims of a tensor
-    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # dims within a group last
-    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
-    return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
+    outer = [dim for dim, name in enumerate(names) if name not in along]
+    inner = [dim for dim, name in enumerate(names) if name in along]
+    grid = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names])
+    groups = grid.permute(outer + inner).reshape(-1, math.prod(sizes[name] for name in along))
+    return [tuple(group) for group in groups.tolist()]
 
 
-def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[tuple[str, int]]:
-    """Return (axis, size) of the subgroups of neighbouring ranks that communicate.
-
-    On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
-    """
+def shared_head_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[int]:
+    """Sizes of the groups of tp ranks that share a key/value head; None: for every number of heads."""
     tp = parallel.tensor_model_parallel_size
+    sizes = [n for n in range(2, tp) if tp % n == 0]
+    return sizes if num_query_groups is None else [n for n in sizes if n == tp // num_query_groups]
+
+
+def cp_part_sizes(parallel: ParallelConfig) -> Sequence[int]:
+    """Sizes of the groups of cp ranks that share a pack (dynamic cp), or of a hierarchy's inner level."""
     cp = parallel.context_parallel_size
-    shares_of_head = [n for n in range(2, tp) if tp % n == 0]
-    if num_query_groups is not None:
-        shares_of_head = [n for n in shares_of_head if n == tp // num_query_groups]
-    packs = [n for n in range(1, cp) if cp % n == 0]
-    if not parallel.dynamic_context_parallel:
-        packs = [n for n in packs if n in parallel.hierarchical_context_parallel_sizes[:1]]
-    return [("tp", n) for n in shares_of_head] + [("cp", n) for n in packs]
+    if parallel.dynamic_context_parallel:
+        return [n for n in range(1, cp) if cp % n == 0]
+    return parallel.hierarchical_context_parallel_sizes[:1]
 
 
 @dataclass(frozen=True)
@@ -206,14 +207,19 @@ class Mesh:
         if world.size > 1 and not dist.is_initialized():
             connect(parallel.distributed_backend, world, device, timeout)
         builder = GroupBuilder(world.rank, device, timeout, observer)
-        axes = {name: builder.axis(name, each) for name, each in axis_groups(parallel, world.size).items()}
-        for name, n in part_sizes(parallel, num_query_groups):
-            parts = [g[i : i + n] for g in builder.groups[name] for i in range(0, len(g), n)]
-            axes[name].parts[n] = builder.axis(f"{name}{n}", parts)
+        groups = axis_groups(parallel, world.size)
+        parts = {
+            "tp": builder.parts("tp", groups["tp"], shared_head_sizes(parallel, num_query_groups)),
+            "cp": builder.parts("cp", groups["cp"], cp_part_sizes(parallel)),
+        }
+        levels = {}
         if sizes := parallel.hierarchical_context_parallel_sizes:
-            across = [g[i :: sizes[0]] for g in builder.groups["cp"] for i in range(sizes[0])]
-            levels = axes["cp"].neighbours(sizes[0]), builder.axis("cp across", across)
-            axes["cp"] = replace(axes["cp"], levels=levels)
+            across = [ranks[i :: sizes[0]] for ranks in groups["cp"] for i in range(sizes[0])]
+            levels["cp"] = parts["cp"][sizes[0]], builder.axis("cp across", across)
+        axes = {
+            name: builder.axis(name, each, parts.get(name), levels.get(name, ()))
+            for name, each in groups.items()
+        }
         links = {ends: link for ends in link_ends(parallel) if (link := builder.link(ends))}
         return Mesh(
             world.rank,
@@ -257,31 +263,59 @@ class GroupBuilder:
         self.groups: dict[str, list[tuple[int, ...]]] = {}  # of world ranks, by axis
         self.communicators: dict[tuple[int, ...], Any] = {}  # by the ranks in it
 
-    def axis(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
+    def axis(
+        self,
+        name: str,
+        groups: list[tuple[int, ...]],
+        parts: dict[int, Axis] | None = None,
+        levels: tuple[Axis, ...] = (),
+    ) -> Axis:
         """Build the groups of an axis, return this rank's. Groups of the same ranks share a communicator."""
         self.groups[name] = groups
         for ranks in groups:
             if len(ranks) > 1 and ranks not in self.communicators:
                 self.communicators[ranks] = self._communicator(ranks)
         mine = next((ranks for ranks in groups if self.rank in ranks), (self.rank,))
-        return Axis(name, len(mine), mine.index(self.rank), mine, self.communicators.get(mine), self.observer)
+        return Axis(
+            name,
+            len(mine),
+            mine.index(self.rank),
+            mine,
+            self.communicators.get(mine),
+            self.observer,
+            parts or {},
+            levels,
+        )
+
+    def parts(self, name: str, groups: list[tuple[int, ...]], sizes: Sequence[int]) -> dict[int, Axis]:
+        """Build subgroups of n neighbours of an axis, for each n of `sizes`; return this rank's."""
+        return {
+            n: self.axis(f"{name}{n}", [g[i : i + n] for g in groups for i in range(0, len(g), n)])
+            for n in sizes
+        }
 
     def link(self, ends: tuple[int, int]) -> Link | None:
-        """Build the link `ends` in each pipeline; return this rank's, or None if it is at neither end.
-
-        A first message connects it: with NCCL the host then waits for the other end. In the middle of a
-        schedule two ranks could wait for each other on different links; here the order of links is the same
-        on all ranks.
-        """
+        """Build the link `ends` in each pipeline; return this rank's, or None if it is at neither end."""
         pairs = [tuple(ranks[end] for end in ends) for ranks in self.groups["pp"]]
         communicators = [self._communicator(pair, P2P_MAX_CTAS) for pair in pairs]
         for pair, group in zip(pairs, communicators, strict=True):
             if self.rank in pair:
                 axis = Axis("pp", 2, pair.index(self.rank), pair, group, self.observer)
-                x = torch.zeros(1, device=self.device)
-                dist.send(x, pair[1], group) if axis.rank == 0 else dist.recv(x, pair[0], group)
+                self._connect(axis)
                 return Link(axis, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
         return None
+
+    def _connect(self, axis: Axis) -> None:
+        """Send the first message of a link, which connects it: with NCCL the host waits for the other end.
+
+        In the middle of a schedule two ranks could wait for each other on different links; here the order of
+        links is the same on all ranks.
+        """
+        x = torch.zeros(1, device=self.device)
+        if axis.rank == 0:
+            dist.send(x, axis.ranks[1], axis.group)
+        else:
+            dist.recv(x, axis.ranks[0], axis.group)
 
     def _communicator(self, ranks: tuple[int, ...], max_ctas: int | None = None) -> Any:
         if dist.get_backend() != "nccl":

@@ -60,7 +60,7 @@ class Paths:
     gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
     state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
     updates: type[ShardUpdates] = ShardUpdates  # updates the shards and starts their gathers
-    graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
+    graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.run_schedule`
     decoder: Callable | None = None  # ModelChunks.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 

@@ -1,16 +1,16 @@
-"""Pipeline parallelism: the model cut into stages, and one executor that runs any schedule.
+"""Pipeline parallelism: the model cut into stages, and one loop that runs any schedule.
 
 Tests: tests/test_pp.py. Page: docs/pipeline.md.
 
     schedules.py   what each rank does, op by op, and which messages follow          (pure data)
-    pp.py          receives, computes and sends, op by op                            (the executor)
+    pp.py          receives, computes and sends, op by op                            (`run_schedule`)
 
-    rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is the loop of a rank
+    rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is what the loop below does on a rank
     rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages go over links (`mesh.py`)
     rank 2 of 3           [F0][B0][F1][B1]    ...
 
-What a rank does for 1f1b as a loop. `schedules.one_f_one_b` is the same as a list, which the executor reads
-like those of the other schedules:
+1f1b written out, to be read once. `schedules.one_f_one_b` is the same as a list of ops, which `run_schedule`
+runs as it runs those of the other schedules:
 
         ahead = min(stages - 1 - rank, microbatches)
 
@@ -57,22 +57,20 @@ import torch
 from torch import nn
 
 from nanomegatron import schedules
-from nanomegatron.attention import Cache
-from nanomegatron.batch import Batch
-from nanomegatron.comm import Pending, all_gather, broadcast_, start_receive, start_send
+from nanomegatron.comm import Pending, start_receive, start_send
 from nanomegatron.fp8 import Scales
 from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.router import Router, kept_tokens, move_expert_biases
-from nanomegatron.schedules import STAGE_OFFSET, Exchange, Message, Op, embedding_ranks, most_open
+from nanomegatron.schedules import Exchange, Message, Op, embedding_ranks, most_open
 
 Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
 Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
-def execute(
+def run_schedule(
     stages: "ModelChunks",
     step: Callable[[GPTModel, int], torch.Tensor],
     microbatches: int,
@@ -87,26 +85,26 @@ def execute(
     of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
     neighbouring stages.
     """
-    lists, exchanges = stages.plan(microbatches, forward_only)
-    rank = stages.pp.rank
+    pipeline = stages.pipeline
+    rank = pipeline.axis.rank
+    lists, exchanges = pipeline.plan(microbatches, forward_only)
     runner = OpRunner(stages, step)
     tracer = tracer or NoTracer()
     empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
-    inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
-    outbox = Outbox(stages.links, most_open(lists[rank]))
-    arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
+    inbox = Inbox(pipeline.links, exchanges[rank], empty, ahead=stages.device.type == "cpu")
+    outbox = Outbox(pipeline.links, max_in_flight=most_open(lists[rank]))
+    arrived: dict[Message, torch.Tensor] = {}  # which no op has used yet
     with torch.set_grad_enabled(not forward_only):
         for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
             for message in exchange.receives:
-                arrived[message.kind, message.stage, message.microbatch] = inbox.receive(message, tracer)
-            stage = stages.placed[rank][op.chunk]
-            received = arrived.pop((op.kind[0], stage, op.microbatch), None)
+                arrived[message] = inbox.receive(message, tracer)
+            received = arrived.pop(exchange.uses) if exchange.uses else None
             with tracer.op(op):
-                output = runner.run(op, received)
-            if exchange.sends is not None:
-                outbox.send(output, exchange.sends)
-            elif output is not None:  # the next stage is on this rank, too
-                arrived[op.kind[0], stage + STAGE_OFFSET[op.kind], op.microbatch] = output
+                result = runner.run(op, received)
+            if exchange.sends and exchange.sends.is_local:
+                arrived[exchange.sends] = result
+            elif exchange.sends:
+                outbox.send(result, exchange.sends)
     outbox.close()
 
 
@@ -117,37 +115,44 @@ class OpRunner:
         self.stages = stages
         self.step = step
         self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
-        self.works: dict[tuple[int, int], list] = {}
+        self.works: dict[tuple[int, int], list] = {}  # deferred weight gradients
 
     def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send"""
-        place = op.chunk, op.microbatch
-        if op.kind == "F":
-            return self._forward(place, received)
-        if op.kind == "W":
-            return self.stages.wgrad_store.run(self.works.pop(place))
-        state = self.states.pop(place)
-        state.output_grad.append(received)  # None on the last stage, which begins with the loss
-        if op.kind == "BW":
-            state.root.backward()
-        else:
-            with self.stages.wgrad_store.collect() as works:
-                state.root.backward()
-            self.works[place] = works
-        return state.input_grad[0] if state.input_grad else None
+        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send
 
-    def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
-        chunk = self.stages[place[0]]
+        received is not read by the first stage's F and the last stage's B, nor by W.
+        """
+        if op.kind == "F":
+            return self._forward(op, received)
+        if op.kind == "BW":
+            return self._backward(op, received)
+        if op.kind == "B":
+            with self.stages.wgrad_store.collect() as works:
+                input_grad = self._backward(op, received)
+            self.works[op.chunk, op.microbatch] = works
+            return input_grad
+        return self.stages.wgrad_store.run(self.works.pop((op.chunk, op.microbatch)))
+
+    def _forward(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[op.chunk]
         output_grad = []
         input_grad = []
-        if received is not None:
+        if not chunk.pre_process:
             leaf = torch.empty(0, requires_grad=True)  # makes autograd record
             chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
-        y = self.step(chunk, place[1])
+        y = self.step(chunk, op.microbatch)
         if torch.is_grad_enabled():
             root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
-            self.states[place] = ForwardState(root, output_grad, input_grad)
+            self.states[op.chunk, op.microbatch] = ForwardState(root, output_grad, input_grad)
         return None if chunk.post_process else y.detach()
+
+    def _backward(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[op.chunk]
+        state = self.states.pop((op.chunk, op.microbatch))
+        if not chunk.post_process:  # the last stage begins with its loss
+            state.output_grad.append(received)
+        state.root.backward()
+        return None if chunk.pre_process else state.input_grad[0]
 
 
 class ForwardState(NamedTuple):
@@ -206,20 +211,20 @@ class Outbox:
     """Sends messages, and keeps each tensor until it has been sent.
 
     Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
-    than `most` sends in flight, the most forwards without backward on this rank: by then it has arrived, or
+    than `max_in_flight`, the most forwards without backward on this rank: by then the oldest has arrived, or
     its receive has been posted.
     """
 
-    def __init__(self, links: Links, most: int) -> None:
+    def __init__(self, links: Links, max_in_flight: int) -> None:
         self.links = links
-        self.most = most
+        self.max_in_flight = max_in_flight  # of each link
         self.in_flight = defaultdict(deque)
 
     def send(self, x: torch.Tensor, message: Message) -> None:
         """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
         in_flight = self.in_flight[message.link]
         in_flight.append(start_send(x, self.links[message.link]))
-        while in_flight and (in_flight[0].done or len(in_flight) > self.most):
+        while in_flight and (in_flight[0].done or len(in_flight) > self.max_in_flight):
             in_flight.popleft().wait()
 
     def close(self) -> None:
@@ -229,7 +234,7 @@ class Outbox:
 
 
 class NoTracer:
-    """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
+    """A tracer that does nothing; called at each op and message (report/trace.py records)."""
 
     watches = False  # whether it needs these calls in this step
 
@@ -244,12 +249,36 @@ class NoTracer:
         """Called after the wait."""
 
 
+class Pipeline:
+    """The schedule of a model: which stages are on which rank, and what each rank does in which order."""
+
+    def __init__(self, mesh: Mesh, chunks: int, name: str, group: int | None) -> None:
+        """chunks: of the model on each rank; name, group: as for `schedules.schedule`."""
+        self.axis = mesh.pp
+        self.links = mesh.p2p_links
+        self.chunks = chunks
+        self.name = name
+        self.group = group
+        self.placed = schedules.placement(name, self.axis.size, chunks)
+        _, self.last_rank = embedding_ranks(self.placed)
+        self.plans: dict[tuple[int, bool], Plan] = {}
+
+    def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
+        """Return the ops of every rank and their messages (cached); forward_only: without backwards."""
+        if (microbatches, forward_only) not in self.plans:
+            lists = schedules.schedule(self.name, self.axis.size, microbatches, self.chunks, self.group)
+            if forward_only:
+                lists = [[op for op in ops if op.kind == "F"] for ops in lists]
+            self.plans[microbatches, forward_only] = lists, schedules.messages(lists, self.placed)
+        return self.plans[microbatches, forward_only]
+
+
 class ModelChunks(nn.ModuleList):
-    """The model chunks that this rank holds, in the order of the model, and their schedule.
+    """The model chunks that this rank holds, in the order of the model.
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
-    decoder: (stages, longest text) -> what generates in place of `last_logits`, or None.
+    decoder: (stages, longest text) -> what generates instead of `generate.next_logits`, or None.
     """
 
     decoder: Callable[["ModelChunks", int], Any] | None = None
@@ -263,25 +292,18 @@ class ModelChunks(nn.ModuleList):
     ) -> None:
         """name, group: as for `schedules.schedule`."""
         super().__init__(chunks)
-        self.pp = mesh.pp
+        self.pipeline = Pipeline(mesh, len(chunks), name, group)
         self.cp = mesh.cp
-        self.links = mesh.p2p_links
         self.config = chunks[0].config
         self.tp = chunks[0].tp
         self.vocab_size = chunks[0].vocab_size
-        self.name = name
-        self.group = group
         self.scales: Scales | None = None  # where linear layers are FP8
-        self.placed = schedules.placement(name, self.pp.size, len(chunks))
-        self.plans: dict[tuple[int, bool], Plan] = {}
-        first_rank, self.last_rank = embedding_ranks(self.placed)
-        self.reads_tokens = self.pp.rank in (first_rank, self.last_rank)
-        self.has_loss = self.pp.rank == self.last_rank
+        self.reads_tokens = any(chunk.pre_process or chunk.post_process for chunk in chunks)
+        self.has_loss = any(chunk.post_process for chunk in chunks)
         self.is_loss_rank = self.has_loss and self.tp.rank == 0
         weight = next(self.parameters())
         self.dtype = weight.dtype
         self.device = weight.device
-        self.on_gpu = weight.is_cuda
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
         self.wgrad_store = WeightGradStore()
         for param in self.parameters():
@@ -303,15 +325,6 @@ class ModelChunks(nn.ModuleList):
         if self.routers and self.config.moe_router_enable_expert_bias:
             move_expert_biases(self.routers, kept_tokens(self.routers))
 
-    def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
-        """Return the ops of every rank and their messages (cached); forward_only: without backwards."""
-        if (microbatches, forward_only) not in self.plans:
-            lists = schedules.schedule(self.name, self.pp.size, microbatches, len(self), self.group)
-            if forward_only:
-                lists = [[op for op in ops if op.kind == "F"] for ops in lists]
-            self.plans[microbatches, forward_only] = lists, schedules.messages(lists, self.placed)
-        return self.plans[microbatches, forward_only]
-
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Return the shape of every message; seq_length: the number of tokens of a row on this cp rank."""
         slices = self.tp.size if self.config.sequence_parallel and self.training else 1
@@ -323,39 +336,14 @@ def warm_up(
 ) -> None:
     """Run this rank's ops of a schedule of one microbatch, with zeros for messages; no message is sent.
 
-    Call it on GPUs before the first `execute`. A message in flight on a GPU is a kernel that waits for the
-    other rank, and a call that synchronizes the GPU waits for that kernel: two ranks that do so can deadlock.
-    Loading a kernel for its first use synchronizes, hence this function. (So does cudaFree, when the caching
-    allocator runs out: leave memory unused.) Gradients are added and reported as by `execute`.
+    Call it on GPUs before the first `run_schedule`. A message in flight on a GPU is a kernel that waits for
+    the other rank, and a call that synchronizes the GPU waits for that kernel: two ranks that do so can
+    deadlock. Loading a kernel for its first use synchronizes, hence this function. (So does cudaFree, when
+    the caching allocator runs out: leave memory unused.) Gradients are added and reported as by
+    `run_schedule`.
     """
     runner = OpRunner(stages, step)
     zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
-    for op in stages.plan(1)[0][stages.pp.rank]:
-        chunk = stages[op.chunk]
-        at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
-        runner.run(op, None if at_end else zeros())
-
-
-def last_logits(model: ModelChunks, batch: Batch, cache: Cache) -> torch.Tensor:
-    """Return the logits of the last tokens of a batch that follows the cache -> `[b, V]`, unpadded.
-
-    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
-    has the whole batch, and returns the same logits. `report/generate.py` samples from them.
-    """
-    b, s = batch.tokens.shape
-    logits = torch.empty(
-        b, model[0].padded_vocab_size // model.tp.size, dtype=model.dtype, device=model.device
-    )
-
-    def step(chunk: GPTModel, _: int) -> torch.Tensor:
-        x = chunk(batch, cache=cache)
-        if chunk.post_process:
-            logits.copy_(x[-1])
-        return x
-
-    training = model.training
-    model.eval()  # without sequence parallelism: the sequence may have any length
-    execute(model, step, 1, model.shape(s, b), forward_only=True)
-    model.train(training)
-    broadcast_(logits, model.pp, model.last_rank)
-    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+    lists, _ = stages.pipeline.plan(1)
+    for op in lists[stages.pipeline.axis.rank]:
+        runner.run(op, zeros())

@@ -31,17 +31,17 @@ class Op(NamedTuple):
     chunk: int
     microbatch: int
 
-
-STAGE_OFFSET = {
-    "F": 1,
-    "B": -1,
-    "BW": -1,
-    "W": 0,
-}  # offset from an op's stage to the stage that uses its result
+    @property
+    def result_kind(self) -> str:
+        """F activations, B the gradient of the input (of a BW, too), W the gradient of the weights."""
+        return self.kind[0]
 
 
 class Message(NamedTuple):
-    """A message between two ranks: activations (F) or their gradients (B), for the stage `stage`."""
+    """What a stage gives another: activations (F) to the next one, their gradients (B) to the one before.
+
+    It is for the stage `stage`. If both stages are on one rank, it stays there: `is_local`.
+    """
 
     source: int
     destination: int
@@ -54,17 +54,21 @@ class Message(NamedTuple):
         """The ranks (source, destination), whose messages arrive in the order in which they are sent."""
         return self.source, self.destination
 
+    @property
+    def is_local(self) -> bool:
+        return self.source == self.destination
+
 
 class Exchange(NamedTuple):
-    """An op's messages: those to receive before it, the one it uses, the one it sends.
+    """An op's messages: those to receive from other ranks before it, its input, its result.
 
     Links (ordered pairs of ranks) are FIFO: before an op's message the earlier ones of the link are received
-    and kept for the ops that use them, by stage and microbatch. `uses` is for those who look on.
+    and kept for the ops that use them.
     """
 
     receives: tuple[Message, ...]
-    uses: Message | None
-    sends: Message | None
+    uses: Message | None  # None: the op begins with tokens, with the loss, or is a W
+    sends: Message | None  # None: no other stage needs the result
 
 
 class Event(NamedTuple):
@@ -261,11 +265,10 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
     Raises ValueError if an op uses a message that is never sent, or no op uses one that is sent.
     """
     rank_of = owners(placed)
-    sends = []  # by rank and op
+    sends = [[sent_by(op, stages[op.chunk], rank_of) for op in ops] for ops, stages in zip(lists, placed)]
     links = defaultdict(deque)  # messages in the order in which they are sent
-    for ops, stages in zip(lists, placed):
-        sends.append([sent_by(op, stages[op.chunk], rank_of) for op in ops])
-        for sent in filter(None, sends[-1]):
+    for sent in filter(None, chain(*sends)):
+        if not sent.is_local:
             links[sent.link].append(sent)
     exchanges = []
     kept = set()  # received, and not used yet
@@ -274,7 +277,7 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
         for op, sent in zip(ops, rank_sends):
             used = used_by(op, stages[op.chunk], rank_of)
             receives = []
-            while used and used not in kept:
+            while used and not used.is_local and used not in kept:
                 if not links[used.link]:
                     raise ValueError(f"{used} is never sent")
                 receives.append(links[used.link].popleft())
@@ -287,17 +290,19 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
 
 
 def sent_by(op: Op, stage: int, rank_of: dict[int, int]) -> Message | None:
-    """The message that an op on a stage sends; None: its result stays on the rank, or in the stage."""
-    return used_by(op, stage + STAGE_OFFSET[op.kind], rank_of)
+    """The message with the result of an op on a stage, for the next stage (F) or the one before (B)."""
+    return used_by(op, stage + 1 if op.kind == "F" else stage - 1, rank_of)
 
 
 def used_by(op: Op, stage: int, rank_of: dict[int, int]) -> Message | None:
-    """The message that an op on a stage needs, from the stage before it (F) or after it (B); None: none."""
-    source = rank_of.get(stage - STAGE_OFFSET[op.kind])
-    destination = rank_of.get(stage)
-    if None in (source, destination) or source == destination:
+    """The message that an op on a stage needs, from the stage before it (F) or after it (B).
+
+    None if one of the two stages does not exist, and for W, which stays in its stage.
+    """
+    source = stage - 1 if op.kind == "F" else stage + 1
+    if op.kind == "W" or source not in rank_of or stage not in rank_of:
         return None
-    return Message(source, destination, op.kind[0], stage, op.microbatch)
+    return Message(rank_of[source], rank_of[stage], op.result_kind, stage, op.microbatch)
 
 
 def simulate(
@@ -334,7 +339,7 @@ def simulate(
                 ready = [done[need] + message_time * (rank_of[need[1]] != rank) for need in needs]
                 start = max([run[-1].end if run else 0, *ready])
                 run.append(Event(rank, op, start, start + costs.get((op.kind, stage), costs[op.kind])))
-                done[op.kind[0], stage, op.microbatch] = run[-1].end
+                done[op.result_kind, stage, op.microbatch] = run[-1].end
                 moved = True
     if waiting:
         waits = (f"rank {rank} at {op} waits for {missing}" for rank, op, missing in waiting)

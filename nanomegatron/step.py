@@ -38,7 +38,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.pick_variants import pick_loader
-from nanomegatron.pp import ModelChunks, execute, warm_up
+from nanomegatron.pp import ModelChunks, run_schedule, warm_up
 
 Numbers = dict[str, Any]  # 0-d tensors or floats by name
 Kind = TypeVar("Kind")
@@ -63,7 +63,7 @@ def train_step(run: "Training") -> Numbers:
 def forward_step(
     run: "Training", batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> "ForwardStep":
-    """Return the function that `pp.execute` runs on these microbatches.
+    """Return the function that `pp.run_schedule` runs on these microbatches.
 
     The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
     """
@@ -76,7 +76,7 @@ def forward_step(
 
 @dataclass
 class ForwardStep:
-    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or activations `[s, b, h]`
+    """What `pp.run_schedule` runs in training: chunk, microbatch i -> loss `[]`, or activations `[s, b, h]`
 
     The last stage adds the loss to total `[]`. scale `[]`: of the losses; tokens `[]`: the result of
     `token_count`; aux_scale `[]`: as in `Batch`.
@@ -238,7 +238,7 @@ class Training:
     buckets: ParamAndGradBuckets | None
     optimizer: Optimizer | None
     progress: Progress
-    execute: Callable[..., None] = execute  # `pp.execute`, or what launches CUDA graphs in its place
+    run_schedule: Callable[..., None] = run_schedule  # or what launches CUDA graphs in its place
     observers: Observers = field(default_factory=Observers)
 
     def next_global_batch(self) -> GlobalBatch:
@@ -270,7 +270,7 @@ class Training:
         loss = torch.zeros((), device=self.mesh.device)
         run_chunk = forward_step(self, batches, token_count(self, batches), loss)
         self.model.begin_step()
-        self.execute(self.model, run_chunk, len(batches), self.message_shape)
+        self.run_schedule(self.model, run_chunk, len(batches), self.message_shape)
         return loss
 
     @property

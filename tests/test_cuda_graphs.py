@@ -20,7 +20,7 @@ from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import World
-from nanomegatron.pp import execute
+from nanomegatron.pp import run_schedule
 from nanomegatron.report.evaluate import evaluate
 from nanomegatron.report.steps import Reporter
 from tests.spmd import run_spmd
@@ -82,7 +82,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
             chunk.run_layers = FusedLayers()
     said: list[str] = []
     graphs = kind(
-        execute,
+        run_schedule,
         run.buckets,
         run.model.scales,
         said.append,
@@ -91,7 +91,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
         missing=lambda device: 0,
     )
     graphs.lines = said
-    run.execute = partial(graphs, tracer=run.observers.find(Reporter).tracer)
+    run.run_schedule = partial(graphs, tracer=run.observers.find(Reporter).tracer)
     return graphs
 
 

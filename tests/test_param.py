@@ -1,6 +1,7 @@
 """Initial weights: the slices of all ranks are one tensor, the same to the bit whatever cuts it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,9 +94,7 @@ def test_fused_parts_lie_one_after_the_other():
 def test_replicas_hold_the_same_slice():
     """Two heads of 3 rows on 4 ranks: ranks 0 and 1 hold the first, 2 and 3 the second."""
     pairs = [Axis("kv", 2, rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)) for rank in range(4)]
-    ranks = axes(4)
-    for axis, pair in zip(ranks, pairs, strict=True):
-        axis.parts[2] = pair
+    ranks = [replace(axis, parts={2: pair}) for axis, pair in zip(axes(4), pairs, strict=True)]
     parts = [shard("k", (6, 2), 0, axis, copies=2) for axis in ranks]
     assert [part.partial for part in parts] == pairs
     assert [(p.start, p.stop, p.owner) for p in parts] == [

@@ -32,7 +32,7 @@ from nanomegatron.plan.memory import (
     peak_moments,
     pipeline_order,
 )
-from nanomegatron.pp import ModelChunks, NoTracer, execute
+from nanomegatron.pp import ModelChunks, NoTracer, run_schedule
 from nanomegatron.schedules import Op, placement, schedule
 from tests.spmd import run_spmd
 from tests.test_plan import CPU, CUDA, FULL, LAYOUTS, LLAMA3_8B, TINY, config
@@ -74,7 +74,7 @@ def allocated(mesh, config: Config) -> dict:
     microbatches = config.data.global_batch_size // b
     buckets.zero_grad_buffer(microbatches)
     with torch.profiler.profile(profile_memory=True) as record:
-        execute(stages, step, microbatches, stages.shape(s, b), tracer=Marked())
+        run_schedule(stages, step, microbatches, stages.shape(s, b), tracer=Marked())
     events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event for event in events if event.name() == "[memory]"]
     times = [event.start_ns() for event in changes]

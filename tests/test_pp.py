@@ -23,7 +23,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, StageSpec
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import stage_layers
-from nanomegatron.pp import ModelChunks, execute, warm_up
+from nanomegatron.pp import ModelChunks, run_schedule, warm_up
 from nanomegatron.report.generate import Sampling, generate
 from tests.spmd import run_spmd, spmd
 
@@ -87,7 +87,7 @@ def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microba
 
     if bucketed:
         buckets.zero_grad_buffer(microbatches)
-    execute(stages, step, microbatches, stages.shape(LENGTH, MICRO))
+    run_schedule(stages, step, microbatches, stages.shape(LENGTH, MICRO))
     if bucketed:
         buckets.finish_grad_sync()
         grads = {s.part.name: s.of(b.grad_shard).clone() for b, s in buckets.slices()}
@@ -257,7 +257,7 @@ def alive_outputs(mesh, schedule: dict) -> int:
         outputs.append(weakref.ref(out.untyped_storage()))
         return out.mean() if chunk.post_process else out
 
-    execute(stages, step, 12, stages.shape(LENGTH, MICRO))
+    run_schedule(stages, step, 12, stages.shape(LENGTH, MICRO))
     del stages
     return most
 

@@ -199,8 +199,8 @@ def test_any_group_runs_at_the_published_bubble(full):
 def test_messages_run_on_links_that_keep_their_order(name, chunks):
     """Ranks that see nothing but their own list of exchanges, over one first-in-first-out link a pair.
 
-    Also: activations reach the next stage, gradients the one before, each once; taken before they are
-    needed only where two kinds of message share a link.
+    Also: activations reach the next stage, gradients the one before, each once, and by no link if that is on
+    the same rank; taken before they are needed only where two kinds of message share a link.
     """
     for lists, placed, p, m in sizes(name, chunks):
         exchanges = messages(lists, placed)
@@ -222,16 +222,17 @@ def test_messages_run_on_links_that_keep_their_order(name, chunks):
                         waiting[rank].remove(uses)
                     if sends:
                         assert sends.source == rank
-                        links[rank, sends.destination].append(sends)
-                        sent[sends[2:]] += 1
+                        there = waiting[rank].add if sends.is_local else links[rank, sends.destination].append
+                        there(sends)
+                        sent[sends.is_local, *sends[2:]] += 1
                     at[rank], moved = at[rank] + 1, True
                     shared = name == "zb-v" or (name == "interleaved" and p == 2 and m % 2)
-                    assert shared or receives == ((uses,) if uses else ())
+                    assert shared or receives == ((uses,) if uses and not uses.is_local else ())
         assert at == [len(ops) for ops in lists] and not any(links.values()) and not any(waiting)
         rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
         last = p * chunks - 1
-        expected = [("F", stage) for stage in range(1, last + 1) if rank_of[stage] != rank_of[stage - 1]]
-        expected += [("B", stage) for stage in range(last) if rank_of[stage] != rank_of[stage + 1]]
+        expected = [(rank_of[stage] == rank_of[stage - 1], "F", stage) for stage in range(1, last + 1)]
+        expected += [(rank_of[stage] == rank_of[stage + 1], "B", stage) for stage in range(last)]
         assert sent == Counter((*end, i) for end in expected for i in range(m))
 
 

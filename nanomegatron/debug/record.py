@@ -151,7 +151,7 @@ class Recorder(NoTracer, Observer):
         place = self.op_now.chunk, self.op_now.microbatch
         if (place, kind, name) not in self.seen:
             self.seen.add((place, kind, name))
-            stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
+            stage = self.run.model.pipeline.placed[self.mesh.pp.rank][self.op_now.chunk]
             self.order.setdefault((kind, name), (stage, len(self.order)))
             self._add_parts(name, kind, module, value)
         scale = self.run.optimizer.scaler.scale * self.run.buckets.loss_factor

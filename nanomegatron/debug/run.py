@@ -31,7 +31,7 @@ from nanomegatron.param import Init, draw_normal
 from nanomegatron.pick_fast_paths import install, paths_for
 from nanomegatron.pick_variants import pick_dataset, pick_schedules
 from nanomegatron.plan.flops import parameter_count
-from nanomegatron.pp import ModelChunks, execute
+from nanomegatron.pp import ModelChunks, run_schedule
 from nanomegatron.step import Progress, Training, TrainingData, build_loaders, train_step, warm_up_step
 
 SEEDS = (0, 1, 2)  # of the perturbation; 0: none
@@ -114,11 +114,11 @@ def record_rank(
         if world.rank == 0:
             print(f"layout {folder.name}: run {number} of {len(seeds)}", file=sys.stderr, flush=True)
         run = build_run(config, mesh, seed)
-        if run.model.on_gpu and mesh.pp.size > 1:
+        if device.type == "cuda" and mesh.pp.size > 1:
             warm_up_step(run)
         recorder = Recorder(run)
         run.observers.append(recorder)
-        run.execute = partial(execute, tracer=recorder)
+        run.run_schedule = partial(run_schedule, tracer=recorder)
         try:
             recorder.add_weights(INITIAL)
             while run.progress.iteration < config.run.train_iters:

@@ -1,4 +1,4 @@
-"""Same result as `pp.execute`, to the bit: forward and backward of a microbatch, launched as one CUDA graph.
+"""Same result as `pp.run_schedule`, to the bit: forward and backward of a microbatch as one CUDA graph.
 
 The plain form launches each of some hundred kernels from Python; for a small model that takes longer than
 the kernels (--cuda-graph-impl full_iteration):
@@ -88,7 +88,7 @@ def missing_memory(device: torch.device, activations: float = 2) -> int:
 
 @dataclass
 class GraphedSteps:
-    """The function that a run calls as `pp.execute`. plain: that; say: takes a line for the log.
+    """The function that a run calls as `pp.run_schedule`. plain: that; say: takes a line for the log.
 
     Raises nothing of its own: what graphs cannot do runs by `plain`, and `say` gets the reason once.
     """
@@ -117,7 +117,7 @@ class GraphedSteps:
         forward_only: bool = False,
         tracer: Any = None,
     ) -> None:
-        """Run forward and backward of all microbatches, as `pp.execute` does. step: a `step.ForwardStep`"""
+        """Run forward and backward of all microbatches, as `pp.run_schedule`. step: a `step.ForwardStep`"""
         scales = self.scales
         first_scales = scales is not None and scales.recipe.quantizer.keeps_history and not scales.has_history
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):

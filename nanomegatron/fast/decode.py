@@ -1,4 +1,4 @@
-"""Same result as `pp.last_logits`, within rounding: each new token by one launch of a CUDA graph.
+"""Same result as `model.GPTModel` with a cache, within rounding: a new token by one launch of a CUDA graph.
 
 A step of one token reads every weight once and computes little with each: at best it takes as long as the
 memory needs for that. The plain form launches hundreds of kernels from Python and waits for each token before
@@ -39,7 +39,7 @@ def plain_reason(model: ModelChunks) -> str:
     """Why graphs cannot run this model's steps; "" if they can."""
     if model.device.type != "cuda":
         return f"on {model.device.type}"
-    if model.tp.size * model.pp.size * len(model) > 1:
+    if model.tp.size * model.pipeline.axis.size * len(model) > 1:
         return "several ranks or stages"
     if model.config.num_experts:
         return "the shapes of experts' tokens vary"
@@ -134,7 +134,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self.cache = StaticCache(self.spanning(self.length), self.model.device)
-        self.pool = torch.cuda.graph_pool_handle() if self.model.on_gpu else None
+        self.pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def spanning(self, count: int) -> int:
         """`count` rounded up to whole blocks."""

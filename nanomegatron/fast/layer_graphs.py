@@ -1,4 +1,4 @@
-"""Same result as `pp.execute`, to the bit: each layer's forward, and its backward, launched as a CUDA graph.
+"""Same result as `pp.run_schedule`, to the bit: each layer's forward, and its backward, as a CUDA graph.
 
 The plain form launches some 40 kernels a layer from Python (--cuda-graph-impl local):
 

@@ -8,7 +8,7 @@ from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.model import GPTModel
 from nanomegatron.plan.flops import bits_per_byte
-from nanomegatron.pp import execute
+from nanomegatron.pp import run_schedule
 from nanomegatron.step import Training, forward_microbatch
 
 
@@ -41,7 +41,7 @@ def evaluate(run: Training, stopped: Callable[[], bool], split: str = "validatio
             return output
 
         run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
-        execute(run.model, step, len(batches), run.message_shape, forward_only=True)
+        run_schedule(run.model, step, len(batches), run.message_shape, forward_only=True)
         run.mesh.observer.end_step()
         if config.run.empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Generate text with a trained model: sample token by token, with a cache of keys and values.
 
-Each step runs the model on one new token (`pp.last_logits`), which attends to those in the cache. Prompts of
-a batch step together, at the same position, and need neither padding nor mask (past the end of the shortest,
+Each step runs the model on one new token (`next_logits`), which attends to those in the cache. Prompts of a
+batch step together, at the same position, and need neither padding nor mask (past the end of the shortest,
 longer prompts are read token by token; generate long ones separately):
 
     prompts  a b c d        first forward   a b        logits -> c  is known: taken from the prompt
@@ -30,8 +30,9 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.sampling import DEFAULT, Sampling
 from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
+from nanomegatron.model import GPTModel
 from nanomegatron.ops.attention import core_attention
-from nanomegatron.pp import ModelChunks, last_logits
+from nanomegatron.pp import ModelChunks, run_schedule
 from nanomegatron.report.log import RunLog
 
 SAMPLE_LINES = 3  # of text, at the end of a run
@@ -69,15 +70,31 @@ class KVCache:
 def next_logits(
     model: ModelChunks, columns: Sequence[Sequence[int]] | torch.Tensor, cache: KVCache
 ) -> torch.Tensor:
-    """Return the next token's logits after `columns` `[b, s]`, which follow the cache -> `[b, V]`
+    """Return the next token's logits after `columns` `[b, s]`, which follow the cache -> `[b, V]`, unpadded.
 
-    Communicates as `pp.last_logits`.
+    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
+    has the whole batch, and returns the same logits.
     """
     tokens = torch.as_tensor(columns, device=model.device)
-    s = tokens.shape[1]
+    b, s = tokens.shape
     batch = Batch(tokens, torch.arange(cache.length, cache.length + s, device=model.device))
     cache.extend(s)
-    return last_logits(model, batch, cache)
+    logits = torch.empty(
+        b, model[0].padded_vocab_size // model.tp.size, dtype=model.dtype, device=model.device
+    )
+
+    def step(chunk: GPTModel, _: int) -> torch.Tensor:
+        x = chunk(batch, cache=cache)
+        if chunk.post_process:
+            logits.copy_(x[-1])
+        return x
+
+    training = model.training
+    model.eval()  # without sequence parallelism: the sequence may have any length
+    run_schedule(model, step, 1, model.shape(s, b), forward_only=True)
+    model.train(training)
+    comm.broadcast_(logits, model.pipeline.axis, model.pipeline.last_rank)
+    return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,14 +161,14 @@ def stream(
         return
     ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
-    start = min(map(len, prompts))
-    columns = [prompt[:start] for prompt in prompts]  # the tokens of the next forward
+    position = min(map(len, prompts))
+    columns = [prompt[:position] for prompt in prompts]  # the tokens of the next forward
     fast = model.decoder and model.decoder(model, max(ends))
     if fast and sampling.temperature == 0:
         yield from fast.greedy(prompts, ends, sampling.stops)
         return
     forward = fast or partial(next_logits, model, cache=KVCache(max(ends)))
-    for position in range(start, max(ends)):
+    while position < max(ends):
         logits = forward(columns)
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) <= position < ends[i]]
         chosen = sample(logits[rows], sampling, [generators[i] for i in rows]).tolist() if rows else []
@@ -160,12 +177,11 @@ def stream(
             ends[i] = 0
             del step[i]
         yield step
-        if position + 1 >= max(ends):
-            return
         columns = [  # an ended prompt reads zeros
             [step.get(i, prompt[position] if position < len(prompt) else 0)]
             for i, prompt in enumerate(prompts)
         ]
+        position += 1
 
 
 def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:

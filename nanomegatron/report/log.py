@@ -294,8 +294,10 @@ class RunLog:
             evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl, f"bits per byte {split}": bpb}
         self._scalars(tags, record)
-        box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
-        box += f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")
+        box = (
+            f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")
+        )
         self._file("\n".join(["-" * len(box), box, "-" * len(box)]))
         bits = f", {bpb:.3f} bits per byte" if bpb is not None else ""
         self._console(f"{split} at step {iteration}: loss {loss:.4f}, perplexity {ppl:.4g}{bits}")
@@ -394,9 +396,9 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
     Its learning rate is that of the next step, as in Megatron; console and metrics.jsonl have the step's own.
     As there, what an overflow of fp16 has spoilt is left out.
     """
-    now = datetime.datetime.now()
     parts = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {mean['iteration']:8d}/{train_iters:8d}",
+        f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}] "
+        f"iteration {mean['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {mean['consumed_samples']:12d}",
         *([f"skipped samples: {skipped:12d}"] if (skipped := mean.get("skipped_samples")) else []),
         f"elapsed time per iteration (ms): {mean['step_time_ms']:.1f}",

@@ -127,8 +127,9 @@ def plot_experts(folder: Path, say: Callable[[str], None] = print) -> Path | Non
     axes.legend(
         handles=[Patch(**DEAD, label="no token")], loc="lower right", bbox_to_anchor=(1, 1), frameon=False
     )
-    bar = figure.colorbar(image, ticks=range(-2, 3), extend="both")
-    bar.set_label("tokens of an expert, as a multiple of an even share")
+    bar = figure.colorbar(
+        image, ticks=range(-2, 3), extend="both", label="tokens of an expert, as a multiple of an even share"
+    )
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     figure.savefig(folder / "experts.png")
     return folder / "experts.png"

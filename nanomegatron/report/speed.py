@@ -23,8 +23,9 @@ def speed_of(
         peak = device_peak(torch.cuda.get_device_name(mesh.device), config.dtype_name)
 
     def flops(convention: str) -> float:
-        each = [flops_per_iteration(model, padded_vocab_size, s, n, convention) for s, n in lengths.items()]
-        return sum(each)
+        return sum(
+            flops_per_iteration(model, padded_vocab_size, s, n, convention) for s, n in lengths.items()
+        )
 
     usual, *others = CONVENTIONS
     result = {

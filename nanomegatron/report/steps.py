@@ -149,8 +149,8 @@ class Reporter(Observer):
         """Begin to count communication, to trace and to time."""
         self.batch = batch
         self.mesh.observer.start_step(launching=self.mesh.device.type == "cuda")
-        model = self.run.model
-        self.tracer.begin(batch.iteration, model.plan(len(microbatches))[0], model.placed)
+        pipeline = self.run.model.pipeline
+        self.tracer.begin(batch.iteration, pipeline.plan(len(microbatches))[0], pipeline.placed)
         self.timers.phase("forward-backward")
 
     def before_sync(self) -> Numbers:

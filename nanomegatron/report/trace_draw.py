@@ -13,6 +13,7 @@ and one for the messages of each other rank, arrows from the op that sends to th
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,12 @@ class Recording:
     def sent(self) -> Iterator[tuple[Message, Event, float, Event]]:
         """Yield each message with the op that sent it, the time of its arrival, and the op that uses it."""
         exchanges = messages(self.lists, self.placed)
-        senders = {}
-        for rank, events in enumerate(self.events):
-            for event, exchange in zip(events, exchanges[rank // self.apart]):
-                senders[rank, exchange.sends] = event
-        for rank, (events, arrivals) in enumerate(zip(self.events, self.arrivals)):
-            users = {x.uses: event for event, x in zip(events, exchanges[rank // self.apart])}
+        runs = [[*zip(events, exchanges[rank // self.apart])] for rank, events in enumerate(self.events)]
+        senders = [{exchange.sends: event for event, exchange in run} for run in runs]
+        users = [{exchange.uses: event for event, exchange in run} for run in runs]
+        for rank, arrivals in enumerate(self.arrivals):
             for message, time in arrivals.items():
-                yield message, senders[self.sender(rank, message), message], time, users[message]
+                yield message, senders[self.sender(rank, message)][message], time, users[rank][message]
 
 
 def medians(events: Iterable[Event], key: Callable[[Event], tuple]) -> dict[tuple, float]:
@@ -144,11 +143,13 @@ def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[s
             continue
         rank = recording.drawn[event.rank]
         reason = "though what it needs was there"
-        if used and recording.arrivals[rank][used] - recording.first > event.start - gap / 2:
+        if recording.arrivals[rank].get(used, -math.inf) - recording.first > event.start - gap / 2:
             reason = f"for {CONTENT[used.kind]} from rank {recording.sender(rank, used)}"
         op = event.op
-        line = f"rank {rank} waited {gap:.3g} ms (planned {plan:.3g}) before {op_name(op)} "
-        line += f"(chunk {op.chunk}, microbatch {op.microbatch}) {reason}"
+        line = (
+            f"rank {rank} waited {gap:.3g} ms (planned {plan:.3g}) before {op_name(op)} "
+            f"(chunk {op.chunk}, microbatch {op.microbatch}) {reason}"
+        )
         found.append((plan - gap, line))
     return [line for _, line in sorted(found)[:3]]
 
@@ -232,5 +233,6 @@ def _called(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _slice(name: str, process: int, thread: int, span: tuple[float, float], args: dict) -> dict[str, Any]:
-    time = dict(ts=1e3 * span[0], dur=1e3 * (span[1] - span[0]))
-    return dict(ph="X", name=name, pid=process, tid=thread, **time, args=args)
+    return dict(
+        ph="X", name=name, pid=process, tid=thread, ts=1e3 * span[0], dur=1e3 * (span[1] - span[0]), args=args
+    )

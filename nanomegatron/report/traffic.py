@@ -86,9 +86,8 @@ class Traffic(AxisObserver):
 
 def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
     """Return a step's counts (`Traffic.end_step`) as lines of a table, one per kind of communication."""
-    kinds = sorted({key[:2] for key in traffic})
     return [
         f"{axis:>6} {kind:<14} {traffic[axis, kind, 'calls']:6d} calls "
         f"{traffic[axis, kind, 'bytes']:16,d} bytes a step"
-        for axis, kind in kinds
+        for axis, kind in sorted({key[:2] for key in traffic})
     ]

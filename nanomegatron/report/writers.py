@@ -205,8 +205,13 @@ class WeightsAndBiases:
 
         name, place = config.run.wandb_exp_name or folder.name, config.run.wandb_save_dir or str(folder)
         Path(place).mkdir(parents=True, exist_ok=True)
-        where = {"project": config.run.wandb_project, "entity": config.run.wandb_entity, "dir": place}
-        self.run = wandb.init(**where, name=name, config=asdict(config))
+        self.run = wandb.init(
+            project=config.run.wandb_project,
+            entity=config.run.wandb_entity,
+            dir=place,
+            name=name,
+            config=asdict(config),
+        )
 
     def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
         self.run.log(scalars, step=record["iteration"])

@@ -51,7 +51,7 @@ def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
     run.buckets.wait_params()
     for loader in filter(None, run.data.loaders):
         loader.close()
-    return found, [param.detach().clone() for param in run.buckets.params], run.execute.func
+    return found, [param.detach().clone() for param in run.buckets.params], run.run_schedule.func
 
 
 @pytest.mark.parametrize("way, impl", CASES)
@@ -106,4 +106,4 @@ def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F8
             run.model[0].layers[1].register_forward_hook(lambda *_: seen.append(1))
         train.train_step(run)
         run.progress.iteration += 1
-    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.execute.func.said)
+    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.run_schedule.func.said)
