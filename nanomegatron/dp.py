@@ -177,7 +177,6 @@ class Bucket:
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.slices = list(self._slices())
-        self.uses = sum(param.spec.uses for param in params)
         self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that loss_factor multiplies
         if buckets.op == "avg":
             self.mean_factor = axis.size / buckets.loss_factor  # not 1 for experts
@@ -212,9 +211,10 @@ class Bucket:
 
     def start_step(self, microbatches: int) -> None:
         """Reset the counts, for a step of `microbatches`; a parameter's first contribution overwrites."""
-        self.counts = Counter()
-        self.counted = 0
         self.microbatches = microbatches
+        self.counts = Counter()
+        self.done = 0  # microbatches of which every parameter has all contributions
+        self.lacking = len(self.params)  # parameters without all of microbatch done + 1
         self.unwritten = set(self.params)  # with gradients of the last step
 
     def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
@@ -232,18 +232,16 @@ class Bucket:
                 f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
                 f"microbatches has {param.spec.uses}; give zero_grad_buffer() the number that follows"
             )
-        self.counted += 1
-        if self.counted % self.uses == 0:
+        if self.counts[param] == (self.done + 1) * param.spec.uses:
+            self.lacking -= 1
+        if self.lacking == 0:
+            self.done += 1
+            self.lacking = len(self.missing(self.done + 1))
             self.buckets.on_full(self)
 
-    @property
-    def done(self) -> int:
-        """Full sets of contributions in this step: one a microbatch, in the order in which they come."""
-        return self.counted // self.uses
-
-    def missing(self) -> list[str]:
-        """Return the names of the parameters whose gradients lack contributions."""
-        return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
+    def missing(self, microbatches: int) -> list[nn.Parameter]:
+        """Return the parameters without all contributions of the first `microbatches`."""
+        return [p for p in self.params if self.counts[p] < microbatches * p.spec.uses]
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
@@ -408,7 +406,7 @@ class ParamAndGradBuckets:
         them), and for parameters whose gather was not waited for: they were read without the forward of the
         module that owns them.
         """
-        if missing := [name for bucket in self.all for name in bucket.missing()]:
+        if missing := [p.spec.name for b in self.all for p in b.missing(b.microbatches)]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
         if early := [p.spec.name for bucket in self.all if bucket.pending_gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")

@@ -337,6 +337,21 @@ def test_missing_and_superfluous_gradients_are_named():
         model(data[:, :-1], data[:, 1:]).backward()
 
 
+def test_a_microbatch_is_done_when_every_parameter_has_it():
+    """Also where chunks of a pipeline go ahead of others, and where a weight is used twice."""
+    params = [parameter("late", (4,)), parameter("early", (4,)), parameter("tied", (4,), uses=2)]
+    buckets = ParamAndGradBuckets(nn.ParameterList(params), ParallelConfig(), ALONE)
+    late, early, tied = params
+    buckets.zero_grad_buffer(3)
+    (bucket,) = buckets.all
+    seen = []
+    for param in (early, early, tied, tied, tied, late, late, tied, early, tied, late, tied):
+        bucket.count(param)
+        seen.append(bucket.done)
+    assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
+    assert not bucket.missing(3)
+
+
 @spmd(world=2)
 def test_parameters_read_before_they_are_there(mesh):
     """As where a layer's forward is not called, but its weights are used by name: nothing waits for them."""
