@@ -30,6 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -187,7 +188,7 @@ class Bucket:
         self.start_step(1)
 
     def _move_params(self) -> None:
-        """Make each parameter a view of `data`; have autograd report its gradients."""
+        """Make each parameter a view of `data`; let autograd move its gradients here."""
         for param, view in zip(self.params, self.views(self.data), strict=True):
             view.copy_(param.detach())
             param.data = view
@@ -255,12 +256,6 @@ class Bucket:
         """Begin to all-gather the shards, after each rank has updated its own."""
         self.pending_gather = self.comm.start_all_gather(self.gathered.whole)
 
-    def wait_params(self, *_: object) -> None:
-        """Wait for the gather, if one is in flight. Also a forward pre-hook of the modules that read it."""
-        if self.pending_gather is not None:
-            self.pending_gather.wait()
-            self.pending_gather = None
-
     def _slices(self) -> Iterator[Slice]:
         saver = self.shards.size > 1 or self.axis.rank == 0
         for first, param in zip(self.begins, self.params, strict=True):
@@ -277,6 +272,19 @@ class Bucket:
                         stop=stop - self.shard.start,
                         saver=part.owner and saver,
                     )
+
+
+def wait_params(params: Iterable[nn.Parameter], *_: object) -> None:
+    """Wait for the gathers of these parameters that are in flight. What reads parameters calls it first:
+
+    a module in a forward pre-hook (`*_` are the hook's arguments); fused layers and CUDA graphs, which read
+    weights without the forward of their modules, by themselves (`fast/fused_layer.py`).
+    """
+    for param in params:
+        bucket = getattr(param, "bucket", None)
+        if bucket is not None and bucket.pending_gather is not None:
+            bucket.pending_gather.wait()
+            bucket.pending_gather = None
 
 
 def _move_grad(param: nn.Parameter) -> None:
@@ -326,7 +334,7 @@ class ParamAndGradBuckets:
         self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
         self.partial = self._partial_grads()
         if self.overlap_gather:
-            self._wait_before_reading(model)
+            self._wait_in_forward_hooks(model)
 
     def _build_buckets(
         self, parallel: ParallelConfig, mesh: Mesh, shard_comm: Callable, gathered: Callable | None
@@ -360,15 +368,11 @@ class ParamAndGradBuckets:
                 partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
         return partial
 
-    def _wait_before_reading(self, model: nn.Module) -> None:
-        """Let the forward of each module wait for the gather of its own parameters.
-
-        A fast path that reads parameters without their module waits itself (`fast/fused_layer.py`).
-        """
+    def _wait_in_forward_hooks(self, model: nn.Module) -> None:
+        """Let each module wait for its own parameters; what reads them past it calls `wait_params` itself."""
         for module in model.modules():
-            own = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            for bucket in dict.fromkeys(param.bucket for param in own):
-                module.register_forward_pre_hook(bucket.wait_params)
+            if own := list(module.parameters(recurse=False)):
+                module.register_forward_pre_hook(partial(wait_params, own))
 
     def zero_grad_buffer(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
@@ -402,9 +406,9 @@ class ParamAndGradBuckets:
 
         Communicates the gradients once over dp x cp or edp, and the shard's partial gradients in one
         all-reduce per axis: tp (norms under sequence parallelism), ranks that share a key/value head, `embed`
-        (tied embeddings). Raises RuntimeError for missing gradients (a layer was not used, or did not report
-        them), and for parameters whose gather was not waited for: they were read without the forward of the
-        module that owns them.
+        (tied embeddings). Raises RuntimeError for missing gradients (a layer was not used, or has not called
+        `accumulate`), and for parameters whose gather was not waited for: they were read without the forward
+        of the module that owns them.
         """
         if missing := [p.spec.name for b in self.all for p in b.missing(b.microbatches)]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
@@ -418,8 +422,8 @@ class ParamAndGradBuckets:
 
     def wait_params(self) -> None:
         """On all ranks: wait for gathers, and rebuild freed parameters, until `zero_grad_buffer`."""
+        wait_params(self.params)
         for bucket in self.all:
-            bucket.wait_params()
             bucket.gathered.rebuild_params()
 
     def slices(self) -> Iterator[tuple[Bucket, Slice]]:

@@ -28,7 +28,7 @@ import torch
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
-from nanomegatron.dp import Bucket, ParamAndGradBuckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets, wait_params
 from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, sums_of_squares
 from nanomegatron.ops.kernels import usable
@@ -224,8 +224,8 @@ class Optimizer:
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:
-        for bucket in () if self.buckets.overlap_gather else self.buckets.all:
-            bucket.wait_params()
+        if not self.buckets.overlap_gather:
+            wait_params(self.params)
 
     def _grads(self) -> list[torch.Tensor]:
         return [shard.bucket.grad_shard for shard in self.shards]

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanomegatron.dp import Bucket, ParamAndGradBuckets
+from nanomegatron.dp import ParamAndGradBuckets, wait_params
 from nanomegatron.fp8 import Scales
 from nanomegatron.param import report
 
@@ -158,8 +158,7 @@ class GraphedSteps:
 
     def run(self, chunk: nn.Module, step: Any, i: int) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
-        for bucket in self.grads.all:
-            bucket.wait_params()
+        wait_params(self.grads.params)
         kind = shape_of(step, i), i == 0
         if kind not in self.graphs:
             static = copied(step, i)
@@ -194,7 +193,7 @@ def recorded(grads: ParamAndGradBuckets) -> Iterator[list[nn.Parameter]]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks other than the buckets' own, which a graph would not run."""
+    """Whether a module has hooks other than that which waits for its parameters; graphs run none."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     hooks: Sequence[Any] = [hook for kind in kinds for hook in kind.values()]
-    return any(not isinstance(getattr(hook, "__self__", None), Bucket) for hook in hooks)
+    return any(getattr(hook, "func", None) is not wait_params for hook in hooks)
