@@ -20,7 +20,7 @@ returns the result to autograd. `write(out, beta)` makes out = beta * out + grad
 
     accumulate  --->  now   grad_buffer -> out, beta      main_grad, a view into a bucket (`dp.py`)
         |                   write(out, beta)              beta 0: the step's first overwrites the last step's
-        |                   report                        the bucket counts it, and may start to reduce
+        |                   bucket.count                  a bucket that is full may start to reduce
         `--->  later        the same, when a pipeline, or the experts' exchange, runs its queue
 
 beta is chosen, and memory allocated, when `write` runs, not when it is queued: which of the uses of a tied
@@ -28,7 +28,7 @@ weight comes first is known only then. With beta 0 also rows that get nothing ar
 that no one said). 1-D parameters (biases, norms) are never deferred: their gradients are made beside that of
 x. Without a bucket out is a new tensor, which autograd gets. What only autograd makes (of plain torch ops) a
 hook of the bucket moves from `.grad`, by the same function. Few need the steps apart: the fused loss writes
-in its forward and reports in its backward; a CUDA graph that is replayed writes, and Python only reports.
+in its forward and counts in its backward; a CUDA graph that is replayed writes, and Python only counts.
 """
 
 import hashlib
@@ -199,14 +199,14 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
 
 
 def write_now(param: nn.Parameter, write: Write) -> torch.Tensor | None:
-    """Write and report a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
+    """Write and count a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
     out, beta = grad_buffer(param)
     if out is None:
         out = torch.empty_like(param)
         write(out, 0)
         return out
     write(out, beta)
-    report(param)
+    param.bucket.count(param)
     return None
 
 
@@ -214,11 +214,6 @@ def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
     """Where to write a gradient -> `[...]`, and beta, 0 for a step's first one; (None, 0) without a bucket"""
     bucket = getattr(param, "bucket", None)
     return (None, 0) if bucket is None else bucket.grad_buffer(param)
-
-
-def report(param: nn.Parameter) -> None:
-    """Tell the bucket that a contribution has been written: by `grad_buffer`, or by a replayed graph."""
-    param.bucket.count(param)
 
 
 def add_grad(out: torch.Tensor, grad: torch.Tensor, beta: int) -> None:

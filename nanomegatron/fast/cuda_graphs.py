@@ -35,7 +35,6 @@ from torch import nn
 
 from nanomegatron.dp import ParamAndGradBuckets, wait_params
 from nanomegatron.fp8 import Scales
-from nanomegatron.param import report
 
 LEFT_FREE = 2**30  # bytes that are left free
 
@@ -169,14 +168,14 @@ class GraphedSteps:
         step.total.copy_(static.total)
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the kernels of `run`; return what launches them and reports the gradients that they add."""
+        """Capture the kernels of `run`; return what launches them and counts the gradients that they add."""
         with recorded(self.grads) as contributions:
             replay = self.capture(run, self.pool)
 
         def launch() -> None:
             replay()
             for param in contributions:
-                report(param)
+                param.bucket.count(param)
 
         return launch
 

@@ -32,7 +32,7 @@ from nanomegatron.layers import OutputLayer
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, grad_buffer, report
+from nanomegatron.param import add_product, grad_buffer
 from nanomegatron.tp import WHOLE_LOGITS, combine_lse, vocab_range
 
 
@@ -95,7 +95,7 @@ class FusedLossFunction(torch.autograd.Function):
         dx, dw = ctx.dx, ctx.dw
         ctx.dx = ctx.dw = None
         if dw is None:
-            report(weight)
+            weight.bucket.count(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
         return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 4
 
