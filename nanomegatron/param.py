@@ -192,7 +192,7 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """
     if param is None or not param.requires_grad:
         return None
-    if is_queued(param):
+    if is_deferred(param):
         param.wgrad_store.queue.append((param, write))
         return None
     return write_now(param, write)
@@ -232,10 +232,10 @@ class WeightGradStore:
     store of a parameter, defers its work while the store has a queue.
     """
 
-    def __init__(self, only_beside_nccl: bool = False) -> None:
-        """only_beside_nccl: defer only additions, which can run while NCCL's kernels do (`is_deferred`)."""
+    grouped_matmuls = True  # they, too, can run where the queue does
+
+    def __init__(self) -> None:
         self.queue: list[tuple[nn.Parameter, Write]] | None = None
-        self.only_beside_nccl = only_beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
@@ -254,20 +254,10 @@ class WeightGradStore:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def is_queued(param: nn.Parameter) -> bool:
-    """Whether what `accumulate` adds to the gradient of this parameter `[...]` is queued now."""
+def is_deferred(param: nn.Parameter) -> bool:
+    """Whether `accumulate` now queues what it adds to the gradient of this parameter `[...]`."""
     store = getattr(param, "wgrad_store", None)
     return store is not None and store.queue is not None and param.dim() > 1
-
-
-def is_deferred(param: nn.Parameter) -> bool:
-    """Whether all work for the gradient of this parameter `[...]` is queued now, and not only its addition.
-
-    Not all work can run beside NCCL's kernels: a grouped matmul, whose thread blocks need all multiprocessors
-    at once, would wait for them, and a gather of x is one of them. Where the queue runs there (of experts, in
-    `fast/moe_pieces.py`), these run in the backward, and only what follows is queued.
-    """
-    return is_queued(param) and not param.wgrad_store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

@@ -13,6 +13,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.moe_pieces import AdditionStore
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, accumulate_grouped
 from nanomegatron.ops import grouped_mm
@@ -194,7 +195,7 @@ def test_experts_without_rows_get_zeros(dtype):
 def test_a_grouped_matmul_does_not_run_beside_nccl(beside_nccl):
     """It runs at once, and only the addition later; a pipeline, which waits for nothing, defers both."""
     weight, made = torch.nn.Parameter(torch.zeros(6, 4)), []
-    weight.wgrad_store = WeightGradStore(beside_nccl)
+    weight.wgrad_store = AdditionStore() if beside_nccl else WeightGradStore()
 
     def multiply():
         made.append("matmul")

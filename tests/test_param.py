@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import offset_of
+from nanomegatron.fast.moe_pieces import AdditionStore
 from nanomegatron.mesh import Axis
 from nanomegatron.param import (
     Init,
@@ -16,7 +17,6 @@ from nanomegatron.param import (
     draw_normal,
     grad_buffer,
     is_deferred,
-    is_queued,
     new_parameter,
     replica,
     scaled_std,
@@ -204,15 +204,15 @@ def test_a_gradient_goes_to_the_bucket_or_to_autograd():
     assert bucket.calls == ["alloc", "ready"] and betas == [0, 1] and param.main_grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("beside_nccl", [False, True])
-def test_a_deferred_gradient(beside_nccl):
+@pytest.mark.parametrize("store", [WeightGradStore, AdditionStore])
+def test_a_deferred_gradient(store):
     """Nothing is asked of the bucket before `write` runs: neither memory nor beta, which differ by then."""
     param, betas = parameter(), []
-    bucket, param.wgrad_store = Bucket(param, unwritten=True), WeightGradStore(beside_nccl)
+    bucket, param.wgrad_store = Bucket(param, unwritten=True), store()
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None
-        assert is_queued(param) and is_deferred(param) != beside_nccl
+        assert is_deferred(param)
     assert not bucket.calls and not betas
     WeightGradStore.run(works)
     assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
@@ -233,7 +233,7 @@ def test_biases_and_norms_are_not_deferred():
     param = torch.nn.Parameter(torch.zeros(4))
     param.wgrad_store = WeightGradStore()
     with param.wgrad_store.collect() as works:
-        assert not is_queued(param)
+        assert not is_deferred(param)
         assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
     assert not works
 
