@@ -54,7 +54,7 @@ class Slice:
     stop: int
     saver: bool  # this rank, of those that hold the range, saves it and counts it in norms
 
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
+    def shard_view(self, shard: torch.Tensor) -> torch.Tensor:
         """The range, a view: shard `[size/ranks]` -> `[stop - start]`"""
         return shard[self.start : self.stop]
 
@@ -260,7 +260,7 @@ class Bucket:
         saver = self.shards.size > 1 or self.axis.rank == 0
         for first, param in zip(self.begins, self.params, strict=True):
             for part in param.spec.parts:
-                begin, end = (first + n for n in part.span(param.spec.local_shape))
+                begin, end = (first + n for n in part.flat_range(param.spec.local_shape))
                 start = max(begin, self.shard.start)
                 stop = min(end, self.shard.stop)
                 if start < stop:
@@ -365,7 +365,7 @@ class ParamAndGradBuckets:
         partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():
             if piece.part.partial is not None:
-                partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
+                partial.setdefault(piece.part.partial, []).append(piece.shard_view(bucket.grad_shard))
         return partial
 
     def _wait_in_forward_hooks(self, model: nn.Module) -> None:

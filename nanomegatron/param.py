@@ -64,18 +64,18 @@ class Part:
         """Whether this rank is the first of those that hold the slice."""
         return self.axis.rank % self.replicas == 0 and (self.partial is None or self.partial.rank == 0)
 
-    def view(self, local: torch.Tensor) -> torch.Tensor:
+    def local_view(self, local: torch.Tensor) -> torch.Tensor:
         """The slice inside the tensor local `[...]`, without padding -> `[...]`, a view"""
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
-    def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
+    def flat_range(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
         """(begin, end) of the slice in the flattened local tensor; the whole tensor if `dim` is not 0."""
         if self.dim != 0:
             return 0, math.prod(local_shape)
         row = math.prod(local_shape[1:])
         return self.local_start * row, (self.local_start + self.stop - self.start) * row
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def global_view(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the global tensor whole `[...]` -> `[...]`, a view"""
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
@@ -161,9 +161,9 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
     local = torch.zeros(spec.local_shape, dtype=init.dtype, device=init.device)
     for part in spec.parts:
         if fill is not None:
-            part.view(local).fill_(fill)
+            part.local_view(local).fill_(fill)
         elif init.device.type != "meta":
-            part.view(local).copy_(part.of(draw_normal(part.name, part.shape, init)))
+            part.local_view(local).copy_(part.global_view(draw_normal(part.name, part.shape, init)))
     param = nn.Parameter(local)
     param.spec = spec
     return param

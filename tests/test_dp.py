@@ -286,7 +286,7 @@ def test_partial_gradients_are_summed_over_tp(mesh, strategy):
     (bucket,) = buckets.all
     found = {}
     for _, piece in buckets.slices():
-        values = piece.of(bucket.grad_shard).unique().tolist()
+        values = piece.shard_view(bucket.grad_shard).unique().tolist()
         assert values == [own if piece.part.name == "q" else 2 * 10]
         found[piece.part.name] = piece.stop - piece.start
     assert strategy != "no_shard" or found == {"q": 150, "k": 150, "norm": 70}

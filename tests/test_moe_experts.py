@@ -56,7 +56,7 @@ def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:
-                view = part.view(bias.data)
+                view = part.local_view(bias.data)
                 view.copy_(
                     torch.arange(part.start, part.start + len(view)) * 0.01
                     + int(part.name.split(".")[5]) * 0.1
@@ -269,18 +269,18 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
     if not config.disable_bias_linear:
         layers += [f"{layer}.bias" for layer in (*inner, "linear_fc2")]
     assert sorted(names) == sorted(f"{INIT.name}.{i}.{layer}" for i in range(E) for layer in layers)
-    expected = {part.name: part.view(p) for p in whole.parameters() for part in p.spec.parts}
+    expected = {part.name: part.local_view(p) for p in whole.parameters() for part in p.spec.parts}
     for ep, etp in ((2, 1), (4, 1), (1, 2), (2, 3)):
         seen = {}
         for i, j in itertools.product(range(ep), range(etp)):
             for p in GroupedExperts(config, axes_of(ep, etp, i, j), INIT, activation(config)).parameters():
                 assert p.spec.expert and p.spec.decay == (p.dim() == 2)
-                assert sum(part.view(p).numel() for part in p.spec.parts) == p.numel()
+                assert sum(part.local_view(p).numel() for part in p.spec.parts) == p.numel()
                 for part in p.spec.parts:
-                    assert torch.equal(part.view(p), part.of(expected[part.name]))
+                    assert torch.equal(part.local_view(p), part.global_view(expected[part.name]))
                     assert part.shape == expected[part.name].shape
                     if part.owner:
-                        seen[part.name] = seen.get(part.name, 0) + part.view(p).numel()
+                        seen[part.name] = seen.get(part.name, 0) + part.local_view(p).numel()
         assert seen == {name: t.numel() for name, t in expected.items()}
     std1, std2 = (expected[f"{INIT.name}.0.{layer}"].std() for layer in (layers[0], "linear_fc2.weight_t"))
     assert 0.27 < std1 < 0.33 and 0.009 < std2 < 0.011, "the second: 0.02 / sqrt(2 * 2 layers)"
@@ -329,7 +329,7 @@ def layer(mesh, way, kind, capacity):
     y.backward(grad)
     buckets.finish_grad_sync()
     grads = {
-        part.name: (offset_of(part), part.view(p.main_grad))
+        part.name: (offset_of(part), part.local_view(p.main_grad))
         for p in experts.parameters()
         for part in p.spec.parts
     }

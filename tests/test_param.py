@@ -36,11 +36,11 @@ def put_together(params):
     for part, param in [(part, p) for p in params for part in p.spec.parts]:
         tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan))
         count = times.setdefault(part.name, torch.zeros(part.shape))
-        view = part.view(param.detach())
+        view = part.local_view(param.detach())
         here = tuple(slice(start, start + n) for start, n in zip(offset_of(part), view.shape, strict=True))
         assert tensor[here].isnan().all() or torch.equal(tensor[here], view), "copies differ"
         tensor[here] = view
-        assert torch.equal(part.of(tensor), view)
+        assert torch.equal(part.global_view(tensor), view)
         count[here] += part.owner
     assert all((count == 1).all() for count in times.values()), "each element has one owner"
     return whole
@@ -87,7 +87,7 @@ def test_fused_parts_lie_one_after_the_other():
     experts = tuple(shard(f"a.{i}.fc2.weight_t", (4,), 0, Axis.single()) for i in range(3))
     assert ParamSpec(experts, (12,)).name == "a.fc2.weight_t"
     local = torch.arange(8 * 6).view(8, 6)
-    assert torch.equal(torch.cat([part.view(local) for part in spec.parts]), local)
+    assert torch.equal(torch.cat([part.local_view(local) for part in spec.parts]), local)
 
 
 def test_replicas_hold_the_same_slice():
@@ -114,7 +114,7 @@ def test_padding_rows_are_zero_and_belong_to_no_part():
     params = [new_parameter(SPECS["vocabulary"](axis), Init(std=1.0)) for axis in axes(4)]
     parts = [p.spec.parts[0] for p in params]
     assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9), (9, 9)]
-    assert [part.view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
+    assert [part.local_view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
     for part, param in zip(parts, params, strict=True):
         rows = part.stop - part.start
         assert (param[:rows] != 0).all() and (param[rows:] == 0).all()
@@ -122,7 +122,7 @@ def test_padding_rows_are_zero_and_belong_to_no_part():
 
 def test_view_is_a_view():
     local = torch.zeros(8, 6)
-    fused(axes(2)[0]).parts[1].view(local).fill_(1.0)
+    fused(axes(2)[0]).parts[1].local_view(local).fill_(1.0)
     assert local.sum() == 12 and local[4:6].sum() == 12
 
 
@@ -240,10 +240,10 @@ def test_biases_and_norms_are_not_deferred():
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_part_lies_in_one_piece(kind):
-    """`span` finds in the flattened local tensor what `view` shows."""
+    """`flat_range` finds in the flattened local tensor what `local_view` shows."""
     for axis in axes(4):
         spec = SPECS[kind](axis)
         local = torch.arange(torch.Size(spec.local_shape).numel()).view(spec.local_shape)
         for part in spec.parts:
-            begin, end = part.span(spec.local_shape)
-            assert torch.equal(local.flatten()[begin:end], part.view(local).flatten())
+            begin, end = part.flat_range(spec.local_shape)
+            assert torch.equal(local.flatten()[begin:end], part.local_view(local).flatten())

@@ -18,7 +18,7 @@ def optimizer_states(optimizer: Optimizer) -> dict[str, list[tuple[Slice, torch.
     kinds = ["main"] * optimizer.shards[0].mixed + ["exp_avg", "exp_avg_sq"]
     return {
         kind: [
-            (piece, piece.of(getattr(shard, kind)))
+            (piece, piece.shard_view(getattr(shard, kind)))
             for shard in optimizer.shards
             for piece in shard.bucket.slices
         ]
