@@ -92,34 +92,48 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
 
 
 class ShardComm:
-    """Reduce-scatters and all-gathers flat tensors over an axis; the default of shard_comm.
+    """Reduces gradients over an axis, each rank's shard to this rank, and gathers the updated shards.
 
-    size: bytes of all tensors of `zeros` together. reason: why no faster path is used, for the banner.
+    axis: the ranks that sum gradients. shards: those that divide the update. size: bytes of all tensors of
+    `zeros` together.
     """
 
+    description = "collectives"  # for the banner
     shared_bytes = 0  # memory that torch's allocator does not count
 
-    def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         self.axis = axis
+        self.shards = axis
         self.device = device
-        self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a whole flat tensor -> `[size]`, to be sharded. All ranks call this in the same order."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce whole `[size]` over the axis; the result is this rank's shard of it."""
+    def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce whole `[size]` over the axis; the result holds this rank's shard of it."""
         own = whole.chunk(self.axis.size)[self.axis.rank]
         return start_reduce_scatter(whole, self.axis, own, op)
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
         """Begin to gather the other ranks' shards of whole `[size]`, in place."""
-        own = whole.chunk(self.axis.size)[self.axis.rank]
-        return start_all_gather(own, self.axis, whole)
+        own = whole.chunk(self.shards.size)[self.shards.rank]
+        return start_all_gather(own, self.shards, whole)
 
     def wait_for_readers(self) -> None:
         """Make the current stream wait for other ranks that read this rank's tensors; not needed here."""
+
+
+class ReplicaComm(ShardComm):
+    """Without sharding: all-reduces gradients; each rank does the whole update, and nothing is gathered."""
+
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
+        super().__init__(axis, device, size)
+        self.shards = Axis.single()
+
+    def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce whole `[size]` over the axis, in place."""
+        return start_all_reduce_(whole, self.axis, op)
 
 
 class GatheredParams:
@@ -150,8 +164,7 @@ class GatheredParams:
 class Bucket:
     """Some parameters and their gradients in flat tensors; `param.bucket` is the bucket of a parameter.
 
-    axis: the ranks that sum gradients; `shards`, the axis of `comm`: the ranks that divide the update, one
-    without sharding. After the sum `grad_shard` is that of this rank's shard.
+    After the sum `grad_shard` has the gradients of this rank's shard.
     """
 
     keeps_grads = True  # whole, from step to step, in memory of `comm`
@@ -162,25 +175,24 @@ class Bucket:
     def __init__(
         self,
         params: list[nn.Parameter],
-        axis: Axis,
         comm: ShardComm,
         gathered_class: type[GatheredParams],
         buckets: "ParamAndGradBuckets",
     ) -> None:
         self.params = params
-        self.axis = axis
-        self.shards = comm.axis
+        self.axis = comm.axis
+        self.shards = comm.shards
         self.comm = comm
         self.buckets = buckets
         self.device = params[0].device
         self.dtype = params[0].dtype
-        self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
+        self.begins, self.size = lay_out(params, SHARD_ALIGN * self.axis.size)
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.slices = list(self._slices())
         self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that loss_factor multiplies
         if buckets.op == "avg":
-            self.mean_factor = axis.size / buckets.loss_factor  # not 1 for experts
+            self.mean_factor = self.axis.size / buckets.loss_factor  # not 1 for experts
         self.pending_gather: Pending | None = None
         self.gathered = gathered_class(self)  # allocates `data`
         self._move_params()
@@ -248,9 +260,7 @@ class Bucket:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
         for look in self.buckets.before_reduce.values():
             look(self)
-        if self.shards.size < self.axis.size:
-            return start_all_reduce_(self.grads, self.axis, op)
-        return self.comm.start_reduce_scatter(self.grads, op)
+        return self.comm.start_reduce(self.grads, op)
 
     def start_gather(self) -> None:
         """Begin to all-gather the shards, after each rank has updated its own."""
@@ -340,25 +350,25 @@ class ParamAndGradBuckets:
         self, parallel: ParallelConfig, mesh: Mesh, shard_comm: Callable, gathered: Callable | None
     ) -> None:
         """Move the parameters into buckets: those that are summed over the same ranks, of one type."""
+        make_comm = ReplicaComm if self.strategy == "no_shard" else shard_comm
+        ready_order = {param: i for i, param in enumerate(reversed(self.params))}
         groups: dict[tuple, list[nn.Parameter]] = {}
-        for param in reversed(self.params):
+        for param in ready_order:
             axis = reduction_axis(param, mesh)
-            shards = Axis.single() if self.strategy == "no_shard" else axis
-            kind = gathered(param, shards) if gathered else GatheredParams
-            groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
+            kind = gathered(param, axis) if gathered else GatheredParams
+            groups.setdefault((axis, param.dtype, kind), []).append(param)
 
-        for (axis, shards, dtype, kind), params in groups.items():
+        for (axis, dtype, kind), params in groups.items():
             members = split_into_buckets(params, parallel.bucket_size(axis.size))
             gathered_bytes = kind.itemsize or dtype.itemsize
             grad_bytes = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
             elements = sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
             size = elements * (gathered_bytes + grad_bytes)
-            comm = shard_comm(shards, params[0].device, size)
+            comm = make_comm(axis, params[0].device, size)
             self.comms.append(comm)
-            self.all += [self.bucket_class(m, axis, comm, kind, self) for m in members]
+            self.all += [self.bucket_class(m, comm, kind, self) for m in members]
 
-        place = {param: i for i, param in enumerate(reversed(self.params))}
-        self.all.sort(key=lambda bucket: place[bucket.params[-1]])
+        self.all.sort(key=lambda bucket: ready_order[bucket.params[-1]])
 
     def _partial_grads(self) -> dict[Axis, list[torch.Tensor]]:
         """This rank's gradients that still lack other ranks' tokens or heads, by the axis to sum over."""

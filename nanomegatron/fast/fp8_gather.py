@@ -107,11 +107,14 @@ class WeightCasts:
                 param.data = view
 
 
-def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
-    """The `gathered` of `ParamAndGradBuckets`: `WeightCasts` for the weights that the optimizer casts."""
+def gathered_casts(sharded: bool, param: nn.Parameter, axis: Axis) -> type:
+    """The `gathered` of `ParamAndGradBuckets`: `WeightCasts` for the weights that the optimizer casts.
+
+    sharded: the ranks of `axis` divide the update.
+    """
     layer = getattr(param, "fp8", None)
     mixed = layer is not None and param.dtype == torch.bfloat16
-    return WeightCasts if mixed and casts_weights(layer.recipe, shards.size > 1) else GatheredParams
+    return WeightCasts if mixed and casts_weights(layer.recipe, sharded and axis.size > 1) else GatheredParams
 
 
 def casts_weights(recipe: Recipe, sharded: bool) -> bool:
