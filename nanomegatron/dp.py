@@ -139,7 +139,8 @@ class ReplicaComm(ShardComm):
 class GatheredParams:
     """The tensor that is all-gathered after an update: the parameters. (FP8 gathers bytes.)
 
-    whole: the flat tensor that is gathered, `[size]`; shard: this rank's slice of it. Sets `bucket.data`.
+    whole: the flat tensor that is gathered, `[size]`; shard: this rank's slice of it. param_data: all the
+    bucket's parameters, `[size]`, None while they are freed.
     """
 
     itemsize: int | None = None  # bytes of an element of `whole`; None: those of a parameter
@@ -147,8 +148,8 @@ class GatheredParams:
 
     def __init__(self, bucket: "Bucket") -> None:
         self.whole = bucket.comm.zeros(bucket.size, bucket.dtype)
-        bucket.data = self.whole
         self.shard = self.whole[bucket.shard]
+        self.param_data = self.whole
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
         """Convert this rank's fp32 main parameters to the type of `shard`: main, out `[size/ranks]`."""
@@ -168,8 +169,7 @@ class Bucket:
     """
 
     keeps_grads = True  # whole, from step to step, in memory of `comm`
-    data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
-    grads: torch.Tensor | None  # their gradients, likewise
+    grads: torch.Tensor | None  # `[size]`, None while they have no memory
     grad_shard: torch.Tensor
 
     def __init__(
@@ -194,14 +194,14 @@ class Bucket:
         if buckets.op == "avg":
             self.mean_factor = self.axis.size / buckets.loss_factor  # not 1 for experts
         self.pending_gather: Pending | None = None
-        self.gathered = gathered_class(self)  # allocates `data`
+        self.gathered = gathered_class(self)  # allocates the parameters
         self._move_params()
         self.init_grads()
         self.start_step(1)
 
     def _move_params(self) -> None:
-        """Make each parameter a view of `data`; let autograd move its gradients here."""
-        for param, view in zip(self.params, self.views(self.data), strict=True):
+        """Make each parameter a view of `param_data`; have what autograd makes moved to its gradient."""
+        for param, view in zip(self.params, self.views(self.gathered.param_data), strict=True):
             view.copy_(param.detach())
             param.data = view
             param.bucket = self

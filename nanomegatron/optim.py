@@ -65,7 +65,8 @@ class ShardState:
         self.bucket = bucket
         self.config = config
         self.mixed = bucket.dtype != torch.float32
-        self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # fp32: a view, no copy
+        params = bucket.gathered.param_data[bucket.shard]
+        self.main = params.float().to(device or bucket.device)  # of fp32 parameters a view, no copy
         self.exp_avg = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_dtype])
         self.exp_avg_sq = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_sq_dtype])
         ranges = [(piece.start, piece.stop, segment_kind(piece.param.spec)) for piece in bucket.slices]

@@ -86,9 +86,9 @@ def test_layout_is_aligned_flat_and_in_reverse_order():
     (bucket,) = buckets.all
     assert [p.spec.name for p in bucket.params[:4]] == ["2.bias", "2.outer", "2.inner", "2.norm"]
     assert bucket.params[-1] is model.embedding.weight and bucket.params == list(model.parameters())[::-1]
-    assert all(begin % 64 == 0 for begin in bucket.begins) and len(bucket.data) % 128 == 0
+    assert all(begin % 64 == 0 for begin in bucket.begins) and len(bucket.gathered.param_data) % 128 == 0
     for begin, param in zip(bucket.begins, bucket.params, strict=True):
-        for view, flat in ((param.data, bucket.data), (param.main_grad, bucket.grads)):
+        for view, flat in ((param.data, bucket.gathered.param_data), (param.main_grad, bucket.grads)):
             assert view.data_ptr() == flat[begin:].data_ptr() and view.shape == param.spec.local_shape
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), Toy().parameters(), strict=True))
     assert lay_out([nn.Parameter(torch.zeros(n)) for n in (1, 64, 65, 3)], 384) == ([0, 64, 128, 256], 384)
@@ -110,12 +110,12 @@ def test_shards_are_equal_parts_of_each_bucket(mesh):
     _, buckets, _ = built(mesh, {"use_distributed_optimizer": True, "ddp_bucket_size": 500})
     assert len(buckets.all) > 3
     for bucket in buckets.all:
-        size = len(bucket.data) // 3
+        size = len(bucket.gathered.param_data) // 3
         assert size % 128 == 0 and (bucket.shard.start, bucket.shard.stop) == (
             mesh.dp.rank * size,
             mesh.dp.rank * size + size,
         )
-        assert bucket.gathered.shard.data_ptr() == bucket.data[bucket.shard].data_ptr()
+        assert bucket.gathered.shard.data_ptr() == bucket.gathered.param_data[bucket.shard].data_ptr()
 
 
 def test_gradients_are_autograds():
@@ -190,7 +190,7 @@ def test_one_collective_each_without_buckets():
 def one_collective(mesh):
     model, buckets, optimizer = built(mesh, {"use_distributed_optimizer": True})
     train_step(model, buckets, optimizer, mesh)
-    elements = len(buckets.all[0].data)
+    elements = len(buckets.all[0].gathered.param_data)
     assert mesh.observer.counts["dp_cp", "reduce_scatter", "bytes"] == 4 * elements
     assert mesh.observer.counts["dp_cp", "all_gather", "bytes"] == 4 * elements
     assert mesh.observer.counts["dp_cp", "reduce_scatter", "calls"] == 1
@@ -221,12 +221,12 @@ def memory(mesh, flags, config, grad_dtype):
     if not buckets.bucket_class.keeps_grads:
         assert all(b.grads is None for b in buckets.all)
         assert all(p.main_grad is None for p in buckets.params)
-    tensors = [t for b in buckets.all for t in (b.data, b.grads, b.grad_shard)]
+    tensors = [t for b in buckets.all for t in (b.gathered.param_data, b.grads, b.grad_shard)]
     tensors += [t for s in optimizer.shards for t in (s.main, s.exp_avg, s.exp_avg_sq)]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None
     }
-    return sum(storages.values()) / sum(len(b.data) for b in buckets.all), most
+    return sum(storages.values()) / sum(len(b.gathered.param_data) for b in buckets.all), most
 
 
 LOW = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")

@@ -48,4 +48,4 @@ def reset_main(optimizer: Optimizer) -> None:
     """Copy the main parameters from the parameters, after loading weights without main parameters."""
     for shard in optimizer.shards:
         if shard.mixed:
-            shard.main.copy_(shard.bucket.data[shard.bucket.shard])
+            shard.main.copy_(shard.bucket.gathered.param_data[shard.bucket.shard])
