@@ -18,7 +18,7 @@ partial sum of its gradient: `partial`. Rows that only pad the local tensor belo
 The gradient contract. The backward that makes a parameter's gradient calls `accumulate(param, write)`, and
 returns the result to autograd. `write(out, beta)` makes out = beta * out + gradient:
 
-    accumulate  --->  now   grad_buffer -> out, beta      main_grad, a view into a bucket (`dp.py`)
+    accumulate  --->  now   bucket.grad_buffer            out: main_grad, a view into a bucket (`dp.py`)
         |                   write(out, beta)              beta 0: the step's first overwrites the last step's
         |                   bucket.count                  a bucket that is full may start to reduce
         `--->  later        the same, when a pipeline, or the experts' exchange, runs its queue
@@ -200,20 +200,15 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
 
 def write_now(param: nn.Parameter, write: Write) -> torch.Tensor | None:
     """Write and count a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
-    out, beta = grad_buffer(param)
-    if out is None:
+    bucket = getattr(param, "bucket", None)
+    if bucket is None:
         out = torch.empty_like(param)
         write(out, 0)
         return out
+    out, beta = bucket.grad_buffer(param)
     write(out, beta)
-    param.bucket.count(param)
+    bucket.count(param)
     return None
-
-
-def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
-    """Where to write a gradient -> `[...]`, and beta, 0 for a step's first one; (None, 0) without a bucket"""
-    bucket = getattr(param, "bucket", None)
-    return (None, 0) if bucket is None else bucket.grad_buffer(param)
 
 
 def add_grad(out: torch.Tensor, grad: torch.Tensor, beta: int) -> None:

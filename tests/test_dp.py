@@ -11,7 +11,7 @@ from torch import nn
 from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets, lay_out, split_into_buckets
-from nanomegatron.param import Init, ParamSpec, grad_buffer, new_parameter, replica
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
 from nanomegatron.zero2 import Zero2Bucket
 from tests.checkpoints import ALONE
@@ -131,8 +131,8 @@ def test_gradients_are_autograds():
         assert p.grad is None
         torch.testing.assert_close(p.main_grad, twin.grad, rtol=1e-5, atol=1e-5)
     buckets.zero_grad_buffer()
-    assert all(grad_buffer(p) == (p.main_grad, 0) for p in model.parameters())
-    assert all(grad_buffer(p) == (p.main_grad, 1) for p in model.parameters())
+    assert all(p.bucket.grad_buffer(p) == (p.main_grad, 0) for p in model.parameters())
+    assert all(p.bucket.grad_buffer(p) == (p.main_grad, 1) for p in model.parameters())
 
 
 # What is communicated, and when.

@@ -15,7 +15,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fused_loss import fused_output_loss
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.param import Init, WeightGradStore, accumulate, add_grad, add_product, grad_buffer
+from nanomegatron.param import Init, WeightGradStore, accumulate, add_grad, add_product
 from tests.checkpoints import ALONE
 from tests.toy import built, train_step
 
@@ -135,7 +135,7 @@ def test_only_the_first_overwrites():
         spoil(buckets)
         buckets.zero_grad_buffer(3)
         for n in range(1, 4):
-            out, beta = grad_buffer(first)
+            out, beta = first.bucket.grad_buffer(first)
             assert beta == (n > 1) and out is first.main_grad
             rows, columns = out.shape
             add_product(out, torch.ones(2, rows), torch.ones(2, columns), beta)
