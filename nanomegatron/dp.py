@@ -360,11 +360,10 @@ class ParamAndGradBuckets:
 
         for (axis, dtype, kind), params in groups.items():
             members = split_into_buckets(params, parallel.bucket_size(axis.size))
-            gathered_bytes = kind.itemsize or dtype.itemsize
-            grad_bytes = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
             elements = sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
-            size = elements * (gathered_bytes + grad_bytes)
-            comm = make_comm(axis, params[0].device, size)
+            grad_itemsize = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
+            itemsize = (kind.itemsize or dtype.itemsize) + grad_itemsize
+            comm = make_comm(axis, params[0].device, elements * itemsize)
             self.comms.append(comm)
             self.all += [self.bucket_class(m, comm, kind, self) for m in members]
 
