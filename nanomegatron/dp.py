@@ -26,11 +26,11 @@ full when it has all gradient contributions of a microbatch (`spec.uses` from ea
 (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -381,7 +381,7 @@ class ParamAndGradBuckets:
         """Let each module wait for its own parameters; what reads them past it calls `wait_params` itself."""
         for module in model.modules():
             if own := list(module.parameters(recurse=False)):
-                module.register_forward_pre_hook(partial(wait_params, own))
+                module.register_forward_pre_hook(functools.partial(wait_params, own))
 
     def zero_grad_buffer(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
