@@ -26,6 +26,7 @@ full when it has all gradient contributions of a microbatch (`spec.uses` from ea
 (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +54,7 @@ class Slice:
     stop: int
     saver: bool  # this rank, of those that hold the range, saves it and counts it in norms
 
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
+    def shard_view(self, shard: torch.Tensor) -> torch.Tensor:
         """The range, a view: shard `[size/ranks]` -> `[stop - start]`"""
         return shard[self.start : self.stop]
 
@@ -91,40 +92,55 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
 
 
 class ShardComm:
-    """Reduce-scatters and all-gathers flat tensors over an axis; the default of shard_comm.
+    """Reduces gradients over an axis, each rank's shard to this rank, and gathers the updated shards.
 
-    size: bytes of all tensors of `zeros` together. reason: why no faster path is used, for the banner.
+    axis: the ranks that sum gradients. shards: those that divide the update. size: bytes of all tensors of
+    `zeros` together.
     """
 
+    description = "collectives"  # for the banner
     shared_bytes = 0  # memory that torch's allocator does not count
 
-    def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         self.axis = axis
+        self.shards = axis
         self.device = device
-        self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a whole flat tensor -> `[size]`, to be sharded. All ranks call this in the same order."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce whole `[size]` over the axis; the result is this rank's shard of it."""
+    def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce whole `[size]` over the axis; the result holds this rank's shard of it."""
         own = whole.chunk(self.axis.size)[self.axis.rank]
         return start_reduce_scatter(whole, self.axis, own, op)
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
         """Begin to gather the other ranks' shards of whole `[size]`, in place."""
-        own = whole.chunk(self.axis.size)[self.axis.rank]
-        return start_all_gather(own, self.axis, whole)
+        own = whole.chunk(self.shards.size)[self.shards.rank]
+        return start_all_gather(own, self.shards, whole)
 
     def wait_for_readers(self) -> None:
         """Make the current stream wait for other ranks that read this rank's tensors; not needed here."""
 
 
+class ReplicaComm(ShardComm):
+    """Without sharding: all-reduces gradients; each rank does the whole update, and nothing is gathered."""
+
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
+        super().__init__(axis, device, size)
+        self.shards = Axis.single()
+
+    def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce whole `[size]` over the axis, in place."""
+        return start_all_reduce_(whole, self.axis, op)
+
+
 class GatheredParams:
     """The tensor that is all-gathered after an update: the parameters. (FP8 gathers bytes.)
 
-    whole: the flat tensor that is gathered, `[size]`; shard: this rank's slice of it. Sets `bucket.data`.
+    whole: the flat tensor that is gathered, `[size]`; shard: this rank's slice of it. param_data: all the
+    bucket's parameters, `[size]`, None while they are freed.
     """
 
     itemsize: int | None = None  # bytes of an element of `whole`; None: those of a parameter
@@ -132,8 +148,8 @@ class GatheredParams:
 
     def __init__(self, bucket: "Bucket") -> None:
         self.whole = bucket.comm.zeros(bucket.size, bucket.dtype)
-        bucket.data = self.whole
         self.shard = self.whole[bucket.shard]
+        self.param_data = self.whole
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
         """Convert this rank's fp32 main parameters to the type of `shard`: main, out `[size/ranks]`."""
@@ -149,47 +165,43 @@ class GatheredParams:
 class Bucket:
     """Some parameters and their gradients in flat tensors; `param.bucket` is the bucket of a parameter.
 
-    axis: the ranks that sum gradients; `shards`, the axis of `comm`: the ranks that divide the update, one
-    without sharding. After the sum `grad_shard` is that of this rank's shard.
+    After the sum `grad_shard` has the gradients of this rank's shard.
     """
 
     keeps_grads = True  # whole, from step to step, in memory of `comm`
-    data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
-    grads: torch.Tensor | None  # their gradients, likewise
+    grads: torch.Tensor | None  # `[size]`, None while they have no memory
     grad_shard: torch.Tensor
 
     def __init__(
         self,
         params: list[nn.Parameter],
-        axis: Axis,
         comm: ShardComm,
         gathered_class: type[GatheredParams],
         buckets: "ParamAndGradBuckets",
     ) -> None:
         self.params = params
-        self.axis = axis
-        self.shards = comm.axis
+        self.axis = comm.axis
+        self.shards = comm.shards
         self.comm = comm
         self.buckets = buckets
         self.device = params[0].device
         self.dtype = params[0].dtype
-        self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
+        self.begins, self.size = lay_out(params, SHARD_ALIGN * self.axis.size)
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
         self.slices = list(self._slices())
-        self.uses = sum(param.spec.uses for param in params)
         self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that loss_factor multiplies
         if buckets.op == "avg":
-            self.mean_factor = axis.size / buckets.loss_factor  # not 1 for experts
+            self.mean_factor = self.axis.size / buckets.loss_factor  # not 1 for experts
         self.pending_gather: Pending | None = None
-        self.gathered = gathered_class(self)  # allocates `data`
+        self.gathered = gathered_class(self)  # allocates the parameters
         self._move_params()
         self.init_grads()
         self.start_step(1)
 
     def _move_params(self) -> None:
-        """Make each parameter a view of `data`; have autograd report its gradients."""
-        for param, view in zip(self.params, self.views(self.data), strict=True):
+        """Make each parameter a view of `param_data`; have what autograd makes moved to its gradient."""
+        for param, view in zip(self.params, self.views(self.gathered.param_data), strict=True):
             view.copy_(param.detach())
             param.data = view
             param.bucket = self
@@ -212,9 +224,10 @@ class Bucket:
 
     def start_step(self, microbatches: int) -> None:
         """Reset the counts, for a step of `microbatches`; a parameter's first contribution overwrites."""
-        self.counts = Counter()
-        self.counted = 0
         self.microbatches = microbatches
+        self.counts = Counter()
+        self.done = 0  # microbatches of which every parameter has all contributions
+        self.lacking = len(self.params)  # parameters without all of microbatch done + 1
         self.unwritten = set(self.params)  # with gradients of the last step
 
     def grad_buffer(self, param: nn.Parameter) -> tuple[torch.Tensor, int]:
@@ -232,42 +245,32 @@ class Bucket:
                 f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
                 f"microbatches has {param.spec.uses}; give zero_grad_buffer() the number that follows"
             )
-        self.counted += 1
-        if self.counted % self.uses == 0:
+        if self.counts[param] == (self.done + 1) * param.spec.uses:
+            self.lacking -= 1
+        if self.lacking == 0:
+            self.done += 1
+            self.lacking = len(self.missing(self.done + 1))
             self.buckets.on_full(self)
 
-    @property
-    def done(self) -> int:
-        """Full sets of contributions in this step: one a microbatch, in the order in which they come."""
-        return self.counted // self.uses
-
-    def missing(self) -> list[str]:
-        """Return the names of the parameters whose gradients lack contributions."""
-        return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
+    def missing(self, microbatches: int) -> list[nn.Parameter]:
+        """Return the parameters without all contributions of the first `microbatches`."""
+        return [p for p in self.params if self.counts[p] < microbatches * p.spec.uses]
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
         for look in self.buckets.before_reduce.values():
             look(self)
-        if self.shards.size < self.axis.size:
-            return start_all_reduce_(self.grads, self.axis, op)
-        return self.comm.start_reduce_scatter(self.grads, op)
+        return self.comm.start_reduce(self.grads, op)
 
     def start_gather(self) -> None:
         """Begin to all-gather the shards, after each rank has updated its own."""
         self.pending_gather = self.comm.start_all_gather(self.gathered.whole)
 
-    def wait_params(self, *_: object) -> None:
-        """Wait for the gather, if one is in flight. Also a forward pre-hook of the modules that read it."""
-        if self.pending_gather is not None:
-            self.pending_gather.wait()
-            self.pending_gather = None
-
     def _slices(self) -> Iterator[Slice]:
         saver = self.shards.size > 1 or self.axis.rank == 0
         for first, param in zip(self.begins, self.params, strict=True):
             for part in param.spec.parts:
-                begin, end = (first + n for n in part.span(param.spec.local_shape))
+                begin, end = (first + n for n in part.flat_range(param.spec.local_shape))
                 start = max(begin, self.shard.start)
                 stop = min(end, self.shard.stop)
                 if start < stop:
@@ -279,6 +282,19 @@ class Bucket:
                         stop=stop - self.shard.start,
                         saver=part.owner and saver,
                     )
+
+
+def wait_params(params: Iterable[nn.Parameter], *_: object) -> None:
+    """Wait for the gathers of these parameters that are in flight. What reads parameters calls it first:
+
+    a module in a forward pre-hook (`*_` are the hook's arguments); fused layers and CUDA graphs, which read
+    weights without the forward of their modules, by themselves (`fast/fused_layer.py`).
+    """
+    for param in params:
+        bucket = getattr(param, "bucket", None)
+        if bucket is not None and bucket.pending_gather is not None:
+            bucket.pending_gather.wait()
+            bucket.pending_gather = None
 
 
 def _move_grad(param: nn.Parameter) -> None:
@@ -328,49 +344,44 @@ class ParamAndGradBuckets:
         self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
         self.partial = self._partial_grads()
         if self.overlap_gather:
-            self._wait_before_reading(model)
+            self._wait_in_forward_hooks(model)
 
     def _build_buckets(
         self, parallel: ParallelConfig, mesh: Mesh, shard_comm: Callable, gathered: Callable | None
     ) -> None:
         """Move the parameters into buckets: those that are summed over the same ranks, of one type."""
+        make_comm = ReplicaComm if self.strategy == "no_shard" else shard_comm
+        ready_order = {param: i for i, param in enumerate(reversed(self.params))}
         groups: dict[tuple, list[nn.Parameter]] = {}
-        for param in reversed(self.params):
+        for param in ready_order:
             axis = reduction_axis(param, mesh)
-            shards = Axis.single() if self.strategy == "no_shard" else axis
-            kind = gathered(param, shards) if gathered else GatheredParams
-            groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
+            kind = gathered(param, axis) if gathered else GatheredParams
+            groups.setdefault((axis, param.dtype, kind), []).append(param)
 
-        for (axis, shards, dtype, kind), params in groups.items():
+        for (axis, dtype, kind), params in groups.items():
             members = split_into_buckets(params, parallel.bucket_size(axis.size))
-            gathered_bytes = kind.itemsize or dtype.itemsize
-            grad_bytes = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
             elements = sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
-            size = elements * (gathered_bytes + grad_bytes)
-            comm = shard_comm(shards, params[0].device, size)
+            grad_itemsize = self.grad_dtype.itemsize if self.bucket_class.keeps_grads else 0
+            itemsize = (kind.itemsize or dtype.itemsize) + grad_itemsize
+            comm = make_comm(axis, params[0].device, elements * itemsize)
             self.comms.append(comm)
-            self.all += [self.bucket_class(m, axis, comm, kind, self) for m in members]
+            self.all += [self.bucket_class(m, comm, kind, self) for m in members]
 
-        place = {param: i for i, param in enumerate(reversed(self.params))}
-        self.all.sort(key=lambda bucket: place[bucket.params[-1]])
+        self.all.sort(key=lambda bucket: ready_order[bucket.params[-1]])
 
     def _partial_grads(self) -> dict[Axis, list[torch.Tensor]]:
         """This rank's gradients that still lack other ranks' tokens or heads, by the axis to sum over."""
         partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():
             if piece.part.partial is not None:
-                partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
+                partial.setdefault(piece.part.partial, []).append(piece.shard_view(bucket.grad_shard))
         return partial
 
-    def _wait_before_reading(self, model: nn.Module) -> None:
-        """Let the forward of each module wait for the gather of its own parameters.
-
-        A fast path that reads parameters without their module waits itself (`fast/fused_layer.py`).
-        """
+    def _wait_in_forward_hooks(self, model: nn.Module) -> None:
+        """Let each module wait for its own parameters; what reads them past it calls `wait_params` itself."""
         for module in model.modules():
-            own = [param for param in module.parameters(recurse=False) if param.requires_grad]
-            for bucket in dict.fromkeys(param.bucket for param in own):
-                module.register_forward_pre_hook(bucket.wait_params)
+            if own := list(module.parameters(recurse=False)):
+                module.register_forward_pre_hook(functools.partial(wait_params, own))
 
     def zero_grad_buffer(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
@@ -404,11 +415,11 @@ class ParamAndGradBuckets:
 
         Communicates the gradients once over dp x cp or edp, and the shard's partial gradients in one
         all-reduce per axis: tp (norms under sequence parallelism), ranks that share a key/value head, `embed`
-        (tied embeddings). Raises RuntimeError for missing gradients (a layer was not used, or did not report
-        them), and for parameters whose gather was not waited for: they were read without the forward of the
-        module that owns them.
+        (tied embeddings). Raises RuntimeError for missing gradients (a layer was not used, or has not called
+        `accumulate`), and for parameters whose gather was not waited for: they were read without the forward
+        of the module that owns them.
         """
-        if missing := [name for bucket in self.all for name in bucket.missing()]:
+        if missing := [p.spec.name for b in self.all for p in b.missing(b.microbatches)]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
         if early := [p.spec.name for bucket in self.all if bucket.pending_gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
@@ -420,8 +431,8 @@ class ParamAndGradBuckets:
 
     def wait_params(self) -> None:
         """On all ranks: wait for gathers, and rebuild freed parameters, until `zero_grad_buffer`."""
+        wait_params(self.params)
         for bucket in self.all:
-            bucket.wait_params()
             bucket.gathered.rebuild_params()
 
     def slices(self) -> Iterator[tuple[Bucket, Slice]]:

@@ -437,7 +437,7 @@ def accumulate_grouped(weight: nn.Parameter, multiply: Callable[[], torch.Tensor
     A pipeline's queue defers matmul and addition. That of the experts' exchange defers the addition: beside
     NCCL's kernels the matmul would wait for them, since its thread blocks need all multiprocessors at once.
     """
-    if is_deferred(weight):
+    if is_deferred(weight) and weight.wgrad_store.grouped_matmuls:
         return accumulate(weight, lambda out, beta: add_grouped_(out, multiply(), beta))
     grad = multiply()
     return accumulate(weight, lambda out, beta: add_grouped_(out, grad, beta))

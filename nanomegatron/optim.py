@@ -28,7 +28,7 @@ import torch
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
-from nanomegatron.dp import Bucket, ParamAndGradBuckets
+from nanomegatron.dp import Bucket, ParamAndGradBuckets, wait_params
 from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, sums_of_squares
 from nanomegatron.ops.kernels import usable
@@ -65,7 +65,8 @@ class ShardState:
         self.bucket = bucket
         self.config = config
         self.mixed = bucket.dtype != torch.float32
-        self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # fp32: a view, no copy
+        # of fp32 parameters a view, no copy
+        self.main = bucket.gathered.param_data[bucket.shard].float().to(device or bucket.device)
         self.exp_avg = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_dtype])
         self.exp_avg_sq = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_sq_dtype])
         ranges = [(piece.start, piece.stop, segment_kind(piece.param.spec)) for piece in bucket.slices]
@@ -94,14 +95,14 @@ class ShardState:
 
         Torch takes the weight decay as a number of the host: that of the settings.
         """
-        config = self.config
         moments = self.exp_avg.float(), self.exp_avg_sq.float()
+        lr, decoupled_lr, _ = now.rates
         for kind in sorted({kind for *_, kind in self.segments.ranges}):
             parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
             main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
-            lr = now.rates[kind & DECOUPLED]
-            decay = config.weight_decay if kind & DECAY else 0.0
-            adamw_(main, g, (m, v), now.step, lr, (*self.betas_eps, decay), now.grad_scale, now.skip)
+            rate = decoupled_lr if kind & DECOUPLED else lr
+            decay = self.config.weight_decay if kind & DECAY else 0.0
+            adamw_(main, g, (m, v), now.step, rate, (*self.betas_eps, decay), now.grad_scale, now.skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
             if kept.dtype != torch.float32:
                 kept.copy_(new)
@@ -171,13 +172,13 @@ class Optimizer:
         self.lr_table = torch.tensor([*lr_table, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
         self.limits = torch.full((2,), FLOAT_MAX, dtype=torch.float64, device=device)  # loss, gradient norm
-        slices = [list(reversed(shard.bucket.slices)) for shard in self.shards]
-        self.part_names = [piece.part.name for pieces in slices for piece in pieces]
-        counted = [float(piece.saver) for pieces in slices for piece in pieces]
+        self.grads = [shard.bucket.grad_shard for shard in self.shards]
+        pieces = [piece for _, piece in buckets.slices()]
+        self.part_names = [piece.part.name for piece in pieces]
+        counted = [float(piece.saver) for piece in pieces]
         self.counted = torch.tensor(counted, dtype=torch.float64, device=device)  # 0 for replicas
-        self.segments = [
-            Segments.from_ranges(((s.start, s.stop, 0) for s in pieces), device) for pieces in slices
-        ]
+        ranges = [[(p.start, p.stop, 0) for p in reversed(shard.bucket.slices)] for shard in self.shards]
+        self.segments = [Segments.from_ranges(of_shard, device) for of_shard in ranges]
 
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, if the step is good.
@@ -185,7 +186,7 @@ class Optimizer:
         loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
         `Scales.end_step`: call that first. Communicates the norm over all ranks, and the parameters.
         """
-        squares = self._squares(self._grads())
+        squares = self._squares(self.grads)
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
         if self.checks_states:
             total = total.masked_fill(self.not_finite(), math.nan)
@@ -194,14 +195,17 @@ class Optimizer:
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
         factor = self._clip_factor(norm)
 
-        rates, next_lr = self._rates()
+        index = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)
+        column = self.lr_table.index_select(1, index[None])[:, 0]  # [:, index] would wait for the GPU
+        rates = column[:3].float()
+        lr, _, _, next_lr = column
         self.good_steps += good.long()
         grad_scale = self.scaler.scale / factor
-        now = StepScalars(self.good_steps.float(), rates.float(), grad_scale, 1.0 - good)
+        now = StepScalars(self.good_steps.float(), rates, grad_scale, 1.0 - good)
         self.updates.step(self.shards, now)
         self._finish_gathers()
 
-        stats = StepStats(norm, good, rates[0], next_lr[0], self.scaler.scale, squares.sqrt())
+        stats = StepStats(norm, good, lr, next_lr, self.scaler.scale, squares.sqrt())
         self.scaler.update(good)
         return stats
 
@@ -209,11 +213,6 @@ class Optimizer:
         """By what gradients of this norm `[]` are multiplied -> `[]`, at most 1; --clip-grad 0: always 1"""
         clip = self.config.clip_grad
         return (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
-
-    def _rates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of `step_values` for this step -> `[3]`, and the next learning rate `[1]`"""
-        now = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)  # [:, now] would wait for the GPU
-        return self.lr_table.index_select(1, now[None])[:, 0].split((3, 1))
 
     def cast_weights(self) -> None:
         """Make the FP8 weights before the first step, as `step` does, so that no step also holds 16-bit ones.
@@ -224,11 +223,8 @@ class Optimizer:
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:
-        for bucket in () if self.buckets.overlap_gather else self.buckets.all:
-            bucket.wait_params()
-
-    def _grads(self) -> list[torch.Tensor]:
-        return [shard.bucket.grad_shard for shard in self.shards]
+        if not self.buckets.overlap_gather:
+            wait_params(self.params)
 
     def _squares(self, flat: list[torch.Tensor]) -> torch.Tensor:
         """Sums of squares of this rank's parts of the flat tensors `[size/ranks]` -> fp64 `[parts]`"""
@@ -247,7 +243,7 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """Norm of the summed gradients, as `step` finds it -> `[]`. All-reduces one number over all ranks."""
-        total = (self._squares(self._grads()) * self.counted).sum()
+        total = (self._squares(self.grads) * self.counted).sum()
         return (self._norm(total) / self.scaler.scale).float()
 
     def params_norm(self) -> torch.Tensor:
@@ -256,6 +252,6 @@ class Optimizer:
 
     def num_zeros(self) -> torch.Tensor:
         """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
-        pairs = zip(self._grads(), self.segments, strict=True)
+        pairs = zip(self.grads, self.segments, strict=True)
         zeros = torch.cat([sums_of_squares(x, at)[1] for x, at in pairs])
         return all_reduce_((zeros * self.counted).sum().long(), self.buckets.world)

@@ -18,9 +18,9 @@ partial sum of its gradient: `partial`. Rows that only pad the local tensor belo
 The gradient contract. The backward that makes a parameter's gradient calls `accumulate(param, write)`, and
 returns the result to autograd. `write(out, beta)` makes out = beta * out + gradient:
 
-    accumulate  --->  now   grad_buffer -> out, beta      main_grad, a view into a bucket (`dp.py`)
+    accumulate  --->  now   bucket.grad_buffer            out: main_grad, a view into a bucket (`dp.py`)
         |                   write(out, beta)              beta 0: the step's first overwrites the last step's
-        |                   report                        the bucket counts it, and may start to reduce
+        |                   bucket.count                  a bucket that is full may start to reduce
         `--->  later        the same, when a pipeline, or the experts' exchange, runs its queue
 
 beta is chosen, and memory allocated, when `write` runs, not when it is queued: which of the uses of a tied
@@ -28,7 +28,7 @@ weight comes first is known only then. With beta 0 also rows that get nothing ar
 that no one said). 1-D parameters (biases, norms) are never deferred: their gradients are made beside that of
 x. Without a bucket out is a new tensor, which autograd gets. What only autograd makes (of plain torch ops) a
 hook of the bucket moves from `.grad`, by the same function. Few need the steps apart: the fused loss writes
-in its forward and reports in its backward; a CUDA graph that is replayed writes, and Python only reports.
+in its forward and counts in its backward; a CUDA graph that is replayed writes, and Python only counts.
 """
 
 import hashlib
@@ -64,18 +64,18 @@ class Part:
         """Whether this rank is the first of those that hold the slice."""
         return self.axis.rank % self.replicas == 0 and (self.partial is None or self.partial.rank == 0)
 
-    def view(self, local: torch.Tensor) -> torch.Tensor:
+    def local_view(self, local: torch.Tensor) -> torch.Tensor:
         """The slice inside the tensor local `[...]`, without padding -> `[...]`, a view"""
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
-    def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
+    def flat_range(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
         """(begin, end) of the slice in the flattened local tensor; the whole tensor if `dim` is not 0."""
         if self.dim != 0:
             return 0, math.prod(local_shape)
         row = math.prod(local_shape[1:])
         return self.local_start * row, (self.local_start + self.stop - self.start) * row
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def global_view(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the global tensor whole `[...]` -> `[...]`, a view"""
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
@@ -161,9 +161,9 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
     local = torch.zeros(spec.local_shape, dtype=init.dtype, device=init.device)
     for part in spec.parts:
         if fill is not None:
-            part.view(local).fill_(fill)
+            part.local_view(local).fill_(fill)
         elif init.device.type != "meta":
-            part.view(local).copy_(part.of(draw_normal(part.name, part.shape, init)))
+            part.local_view(local).copy_(part.global_view(draw_normal(part.name, part.shape, init)))
     param = nn.Parameter(local)
     param.spec = spec
     return param
@@ -192,33 +192,23 @@ def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """
     if param is None or not param.requires_grad:
         return None
-    if is_queued(param):
+    if is_deferred(param):
         param.wgrad_store.queue.append((param, write))
         return None
     return write_now(param, write)
 
 
 def write_now(param: nn.Parameter, write: Write) -> torch.Tensor | None:
-    """Write and report a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
-    out, beta = grad_buffer(param)
-    if out is None:
+    """Write and count a contribution to the gradient of `param` -> None, or without a bucket it, `[...]`"""
+    bucket = getattr(param, "bucket", None)
+    if bucket is None:
         out = torch.empty_like(param)
         write(out, 0)
         return out
+    out, beta = bucket.grad_buffer(param)
     write(out, beta)
-    report(param)
+    bucket.count(param)
     return None
-
-
-def grad_buffer(param: nn.Parameter) -> tuple[torch.Tensor | None, int]:
-    """Where to write a gradient -> `[...]`, and beta, 0 for a step's first one; (None, 0) without a bucket"""
-    bucket = getattr(param, "bucket", None)
-    return (None, 0) if bucket is None else bucket.grad_buffer(param)
-
-
-def report(param: nn.Parameter) -> None:
-    """Tell the bucket that a contribution has been written: by `grad_buffer`, or by a replayed graph."""
-    param.bucket.count(param)
 
 
 def add_grad(out: torch.Tensor, grad: torch.Tensor, beta: int) -> None:
@@ -237,10 +227,10 @@ class WeightGradStore:
     store of a parameter, defers its work while the store has a queue.
     """
 
-    def __init__(self, only_beside_nccl: bool = False) -> None:
-        """only_beside_nccl: defer only additions, which can run while NCCL's kernels do (`is_deferred`)."""
+    grouped_matmuls = True  # they, too, can run where the queue does
+
+    def __init__(self) -> None:
         self.queue: list[tuple[nn.Parameter, Write]] | None = None
-        self.only_beside_nccl = only_beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
@@ -259,20 +249,10 @@ class WeightGradStore:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def is_queued(param: nn.Parameter) -> bool:
-    """Whether what `accumulate` adds to the gradient of this parameter `[...]` is queued now."""
+def is_deferred(param: nn.Parameter) -> bool:
+    """Whether `accumulate` now queues what it adds to the gradient of this parameter `[...]`."""
     store = getattr(param, "wgrad_store", None)
     return store is not None and store.queue is not None and param.dim() > 1
-
-
-def is_deferred(param: nn.Parameter) -> bool:
-    """Whether all work for the gradient of this parameter `[...]` is queued now, and not only its addition.
-
-    Not all work can run beside NCCL's kernels: a grouped matmul, whose thread blocks need all multiprocessors
-    at once, would wait for them, and a gather of x is one of them. Where the queue runs there (of experts, in
-    `fast/moe_pieces.py`), these run in the backward, and only what follows is queued.
-    """
-    return is_queued(param) and not param.wgrad_store.only_beside_nccl
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

@@ -57,7 +57,7 @@ class Paths:
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable = logits_then_loss  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
-    gathered: Callable | None = None  # (param, shards axis) -> class of what ParamAndGradBuckets gather
+    gathered: Callable | None = None  # (param, axis) -> class of what ParamAndGradBuckets gather
     state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
     updates: type[ShardUpdates] = ShardUpdates  # updates the shards and starts their gathers
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.run_schedule`
@@ -98,7 +98,8 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if take and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
         paths = replace(paths, shard_comm=partial(peer_shard_comm, peers))
     if take or config.precision.fp8_param_gather:
-        paths = replace(paths, gathered=gathered_casts, state=cast_state, updates=CastUpdates)
+        gathered = partial(gathered_casts, parallel.sharding != "no_shard")
+        paths = replace(paths, gathered=gathered, state=cast_state, updates=CastUpdates)
     if on_gpu:
         paths = replace(paths, graphs=GRAPHS[graph_impl(config, mesh.world.size)])
     if parallel.cuda_graph_impl != "none":

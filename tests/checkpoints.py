@@ -197,10 +197,10 @@ def write_kept(mesh: Mesh, root: Path, format: str = "sharded") -> None:
     ranges, begin = [], 0
     for param in params:
         (part,) = param.spec.parts
-        param.data = part.of(kept(f"model/{part.name}")).clone()
+        param.data = part.global_view(kept(f"model/{part.name}")).clone()
         start, stop = max(begin, half.start), min(begin + param.numel(), half.stop)
         if start < stop:
-            flat = part.of(kept(f"exp_avg/{part.name}")).flatten()[start - begin : stop - begin]
+            flat = part.global_view(kept(f"exp_avg/{part.name}")).flatten()[start - begin : stop - begin]
             ranges.append((Slice(param, part, start - begin, start, stop, part.owner), flat))
         begin += param.numel()
     pieces = training_pieces(params, {"exp_avg": ranges}, mesh)

@@ -82,7 +82,7 @@ def saved_by(mesh: Mesh, buckets: ParamAndGradBuckets, boxes: dict) -> Tensors:
     """What a rank's index lists, from the slices of its buckets. boxes: {} at first, those of all parts."""
     if mesh.edp.rank == 0:
         parts = [(param, part) for param in buckets.params for part in param.spec.parts]
-        boxes |= {part.name: Rectangle(offset_of(part), tuple(part.view(p).shape)) for p, part in parts}
+        boxes |= {part.name: Rectangle(offset_of(part), tuple(part.local_view(p).shape)) for p, part in parts}
     tensors: Tensors = {}
     for param in [param for param in buckets.params if not reduction_axis(param, mesh).rank]:
         for part in [part for part in param.spec.parts if part.owner]:
@@ -100,7 +100,7 @@ def saved_by(mesh: Mesh, buckets: ParamAndGradBuckets, boxes: dict) -> Tensors:
 
 def pieces_of(mesh: Mesh, buckets: ParamAndGradBuckets) -> list[Piece]:
     """The same from what a save is given."""
-    slices = [(piece, piece.of(bucket.grad_shard)) for bucket, piece in buckets.slices()]
+    slices = [(piece, piece.shard_view(bucket.grad_shard)) for bucket, piece in buckets.slices()]
     return [p for p in training_pieces(buckets.params, dict.fromkeys(KINDS, slices), mesh) if p.owner]
 
 

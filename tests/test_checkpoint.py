@@ -96,10 +96,10 @@ def test_training_pieces_name_every_part():
         new_parameter(ParamSpec((replica("norm", (3,), tp),), (3,)), Init(), fill=1.0),
     ]
     flat = torch.arange(27.0)
-    ranges = [(params[0], part, *part.span((8, 3))) for part in spec.parts]
+    ranges = [(params[0], part, *part.flat_range((8, 3))) for part in spec.parts]
     ranges.append((params[1], params[1].spec.parts[0], 24, 27))
     slices = [Slice(param, part, 0, start, stop, part.owner) for param, part, start, stop in ranges]
-    states = {"exp_avg": [(piece, piece.of(flat)) for piece in slices]}
+    states = {"exp_avg": [(piece, piece.shard_view(flat)) for piece in slices]}
     pieces = pieces_of(params, states, ALONE)
     assert [piece.key for piece in pieces[:4]] == ["model/qkv.q", "model/qkv.k", "model/qkv.v", "model/norm"]
     assert [piece.key for piece in pieces[4:]] == [p.key.replace("model/", "exp_avg/") for p in pieces[:4]]

@@ -11,7 +11,7 @@ from torch import nn
 from nanomegatron.build import buckets_class
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets, lay_out, split_into_buckets
-from nanomegatron.param import Init, ParamSpec, grad_buffer, new_parameter, replica
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
 from nanomegatron.zero2 import Zero2Bucket
 from tests.checkpoints import ALONE
@@ -86,9 +86,9 @@ def test_layout_is_aligned_flat_and_in_reverse_order():
     (bucket,) = buckets.all
     assert [p.spec.name for p in bucket.params[:4]] == ["2.bias", "2.outer", "2.inner", "2.norm"]
     assert bucket.params[-1] is model.embedding.weight and bucket.params == list(model.parameters())[::-1]
-    assert all(begin % 64 == 0 for begin in bucket.begins) and len(bucket.data) % 128 == 0
+    assert all(begin % 64 == 0 for begin in bucket.begins) and len(bucket.gathered.param_data) % 128 == 0
     for begin, param in zip(bucket.begins, bucket.params, strict=True):
-        for view, flat in ((param.data, bucket.data), (param.main_grad, bucket.grads)):
+        for view, flat in ((param.data, bucket.gathered.param_data), (param.main_grad, bucket.grads)):
             assert view.data_ptr() == flat[begin:].data_ptr() and view.shape == param.spec.local_shape
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), Toy().parameters(), strict=True))
     assert lay_out([nn.Parameter(torch.zeros(n)) for n in (1, 64, 65, 3)], 384) == ([0, 64, 128, 256], 384)
@@ -110,12 +110,12 @@ def test_shards_are_equal_parts_of_each_bucket(mesh):
     _, buckets, _ = built(mesh, {"use_distributed_optimizer": True, "ddp_bucket_size": 500})
     assert len(buckets.all) > 3
     for bucket in buckets.all:
-        size = len(bucket.data) // 3
+        size = len(bucket.gathered.param_data) // 3
         assert size % 128 == 0 and (bucket.shard.start, bucket.shard.stop) == (
             mesh.dp.rank * size,
             mesh.dp.rank * size + size,
         )
-        assert bucket.gathered.shard.data_ptr() == bucket.data[bucket.shard].data_ptr()
+        assert bucket.gathered.shard.data_ptr() == bucket.gathered.param_data[bucket.shard].data_ptr()
 
 
 def test_gradients_are_autograds():
@@ -131,8 +131,8 @@ def test_gradients_are_autograds():
         assert p.grad is None
         torch.testing.assert_close(p.main_grad, twin.grad, rtol=1e-5, atol=1e-5)
     buckets.zero_grad_buffer()
-    assert all(grad_buffer(p) == (p.main_grad, 0) for p in model.parameters())
-    assert all(grad_buffer(p) == (p.main_grad, 1) for p in model.parameters())
+    assert all(p.bucket.grad_buffer(p) == (p.main_grad, 0) for p in model.parameters())
+    assert all(p.bucket.grad_buffer(p) == (p.main_grad, 1) for p in model.parameters())
 
 
 # What is communicated, and when.
@@ -190,7 +190,7 @@ def test_one_collective_each_without_buckets():
 def one_collective(mesh):
     model, buckets, optimizer = built(mesh, {"use_distributed_optimizer": True})
     train_step(model, buckets, optimizer, mesh)
-    elements = len(buckets.all[0].data)
+    elements = len(buckets.all[0].gathered.param_data)
     assert mesh.observer.counts["dp_cp", "reduce_scatter", "bytes"] == 4 * elements
     assert mesh.observer.counts["dp_cp", "all_gather", "bytes"] == 4 * elements
     assert mesh.observer.counts["dp_cp", "reduce_scatter", "calls"] == 1
@@ -221,12 +221,12 @@ def memory(mesh, flags, config, grad_dtype):
     if not buckets.bucket_class.keeps_grads:
         assert all(b.grads is None for b in buckets.all)
         assert all(p.main_grad is None for p in buckets.params)
-    tensors = [t for b in buckets.all for t in (b.data, b.grads, b.grad_shard)]
+    tensors = [t for b in buckets.all for t in (b.gathered.param_data, b.grads, b.grad_shard)]
     tensors += [t for s in optimizer.shards for t in (s.main, s.exp_avg, s.exp_avg_sq)]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None
     }
-    return sum(storages.values()) / sum(len(b.data) for b in buckets.all), most
+    return sum(storages.values()) / sum(len(b.gathered.param_data) for b in buckets.all), most
 
 
 LOW = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -286,7 +286,7 @@ def test_partial_gradients_are_summed_over_tp(mesh, strategy):
     (bucket,) = buckets.all
     found = {}
     for _, piece in buckets.slices():
-        values = piece.of(bucket.grad_shard).unique().tolist()
+        values = piece.shard_view(bucket.grad_shard).unique().tolist()
         assert values == [own if piece.part.name == "q" else 2 * 10]
         found[piece.part.name] = piece.stop - piece.start
     assert strategy != "no_shard" or found == {"q": 150, "k": 150, "norm": 70}
@@ -335,6 +335,21 @@ def test_missing_and_superfluous_gradients_are_named():
     model(data[:, :-1], data[:, 1:]).backward()
     with pytest.raises(RuntimeError, match=r"gradient number [23], where each of 1 microbatches has [12]"):
         model(data[:, :-1], data[:, 1:]).backward()
+
+
+def test_a_microbatch_is_done_when_every_parameter_has_it():
+    """Also where chunks of a pipeline go ahead of others, and where a weight is used twice."""
+    params = [parameter("late", (4,)), parameter("early", (4,)), parameter("tied", (4,), uses=2)]
+    buckets = ParamAndGradBuckets(nn.ParameterList(params), ParallelConfig(), ALONE)
+    late, early, tied = params
+    buckets.zero_grad_buffer(3)
+    (bucket,) = buckets.all
+    seen = []
+    for param in (early, early, tied, tied, tied, late, late, tied, early, tied, late, tied):
+        bucket.count(param)
+        seen.append(bucket.done)
+    assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
+    assert not bucket.missing(3)
 
 
 @spmd(world=2)

@@ -45,7 +45,7 @@ def built(mesh, flags, dtype=torch.float32):
 def parts(buckets) -> dict[str, tuple[int, torch.Tensor]]:
     """Of every part that this rank holds, the first row and the values."""
     pairs = [(part, p) for p in buckets.params for part in p.spec.parts]
-    return {part.name: (part.start, part.view(p.detach()).clone()) for part, p in pairs}
+    return {part.name: (part.start, part.local_view(p.detach()).clone()) for part, p in pairs}
 
 
 def counted_names(optimizer) -> list[str]:
@@ -69,7 +69,9 @@ def of_torch(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Norms and parts of one process, trained by plain torch."""
     model = ExpertToy()
     norms, _ = toy.torch_train(steps, model)
-    return norms, {part.name: part.view(p.detach()) for p in model.parameters() for part in p.spec.parts}
+    return norms, {
+        part.name: part.local_view(p.detach()) for p in model.parameters() for part in p.spec.parts
+    }
 
 
 FEW = [(strategy, *how) for strategy in STRATEGIES for how in ((False, None), (True, 700))]
@@ -127,7 +129,7 @@ def test_a_bad_gradient_of_an_expert_is_named(mesh, strategy):
     before = [shard.main.clone() for shard in optimizer.shards]
     held = [(b, piece) for b, piece in buckets.slices() if piece.part.name == "1.experts.3.fc1"]
     for bucket, piece in held:
-        piece.of(bucket.grad_shard)[-1] = math.nan
+        piece.shard_view(bucket.grad_shard)[-1] = math.nan
     stats = optimizer.step(torch.tensor(0.0))
     assert not stats.grad_norm.isfinite() and stats.good == 0
     named = zip(optimizer.part_names, stats.part_norms.tolist(), strict=True)

@@ -15,7 +15,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fused_loss import fused_output_loss
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.param import Init, WeightGradStore, accumulate, add_grad, add_product, grad_buffer, report
+from nanomegatron.param import Init, WeightGradStore, accumulate, add_grad, add_product
 from tests.checkpoints import ALONE
 from tests.toy import built, train_step
 
@@ -135,11 +135,11 @@ def test_only_the_first_overwrites():
         spoil(buckets)
         buckets.zero_grad_buffer(3)
         for n in range(1, 4):
-            out, beta = grad_buffer(first)
+            out, beta = first.bucket.grad_buffer(first)
             assert beta == (n > 1) and out is first.main_grad
             rows, columns = out.shape
             add_product(out, torch.ones(2, rows), torch.ones(2, columns), beta)
-            report(first)
+            first.bucket.count(first)
             accumulate(second, lambda out, beta: add_grad(out, torch.ones_like(out), beta))
             third.sum().backward()
             assert (first.main_grad == 2 * n).all() and (second.main_grad == n).all()
@@ -148,13 +148,13 @@ def test_only_the_first_overwrites():
         assert model.embedding.weight.main_grad.isnan().all(), "what has no contribution is not touched"
 
 
-def test_a_reported_gradient_is_not_overwritten():
-    """A replayed graph writes, and Python only reports: what follows adds to it."""
+def test_a_counted_gradient_is_not_overwritten():
+    """A replayed graph writes, and Python only counts: what follows adds to it."""
     model, buckets, _ = built(ALONE, {})
     param = model.layers[0].inner
     buckets.zero_grad_buffer(2)
     param.main_grad.fill_(1.0)  # by the graph
-    report(param)
+    param.bucket.count(param)
     accumulate(param, lambda out, beta: add_grad(out, torch.ones_like(out), beta))
     assert (param.main_grad == 2).all()
 

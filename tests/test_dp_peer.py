@@ -32,7 +32,7 @@ def moved(comm: ShardComm | PeerShards, rank: int, op: str) -> list[torch.Tensor
                 shard = whole.view(n, -1)[rank].copy_(numbers.view(n, -1)[rank] % 250)
             else:
                 whole.copy_(numbers % 7 * 2 * n * (rank + 1) + step + k)
-                shard = comm.start_reduce_scatter(whole, op).wait()
+                shard = comm.start_reduce(whole, op).wait()
             results.append(shard.clone())
             results.append(comm.start_all_gather(whole).wait().clone())
     return results
@@ -50,7 +50,7 @@ def alike(mesh, folder: str) -> None:
             shared = moved(peers, mesh.rank, op)
             assert peers.used == peers.shared_bytes
             others = [torch.full((axis.size * 3,), mesh.rank + 1.0) for _ in range(2)]
-            summed = peers.start_reduce_scatter(others[0], op).wait()
+            summed = peers.start_reduce(others[0], op).wait()
             whole = peers.start_all_gather(others[1]).wait()
         total = axis.size * (axis.size + 1) / 2 / (axis.size if op == "avg" else 1)
         assert summed.tolist() == [total] * 3

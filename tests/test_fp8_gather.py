@@ -65,7 +65,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     assert bool(casting) == ours
     assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.buckets.all)
     for bucket in casting:  # nothing is there to be read unnoticed
-        assert bucket.data is None and all(param.isnan().all() for param in bucket.params)
+        assert bucket.gathered.param_data is None and all(param.isnan().all() for param in bucket.params)
     assert [step["good"] for step in found] == [1, 0, 1, 1]
     run.buckets.wait_params()
     scales = run.model.scales
@@ -213,7 +213,7 @@ def test_whoever_comes_too_early_or_too_late_is_told():
     buckets.wait_params()
     casting = cast_by_optimizer(buckets)
     main = torch.cat([shard.main for shard in optimizer.shards if shard.bucket in casting]).bfloat16()
-    weights = [bucket.data for bucket in reversed(casting)]
+    weights = [bucket.gathered.param_data for bucket in reversed(casting)]
     assert torch.equal(torch.cat(weights), main) and weight.isfinite().all()
     step_of(model, buckets, batch)
     assert weight.isnan().all()

@@ -60,9 +60,9 @@ def test_logits_and_gradients_are_those_of_transformers(folders, name):
         want = places[part.name].ours(grads[places[part.name].name])
         if part.name.endswith("k.bias") and any(layer in part.name for layer in plain):
             # Not rotated it adds alike to a query's scores: no effect.
-            assert max(part.view(grad).norm(), want.norm()) < 1e-6 * total
+            assert max(part.local_view(grad).norm(), want.norm()) < 1e-6 * total
         else:
-            assert (part.view(grad) - want).norm() <= 1e-4 * want.norm(), part.name
+            assert (part.local_view(grad) - want).norm() <= 1e-4 * want.norm(), part.name
             assert want.norm() > 1e-4 * total, part.name
 
 
@@ -96,9 +96,9 @@ def test_every_wrong_tensor_is_seen(folders, name):
         for part in param.spec.parts:
             right = param.clone()
             if part.name.endswith("bias") or part.shape[0] == 1:
-                part.view(param).zero_()
+                part.local_view(param).zero_()
             else:
-                part.view(param)[[0, 1]] = part.view(right)[[1, 0]]
+                part.local_view(param)[[0, 1]] = part.local_view(right)[[1, 0]]
             if not (part.name.endswith("k.bias") and name == "gpt2"):
                 assert logit_error(name, model, expected) > 1e-4, part.name
             param.copy_(right)
@@ -165,8 +165,8 @@ def theirs_by_name(folders, name: str) -> tuple:
 
 def check_slices(model: GPTModel, expected: dict) -> None:
     """The gradients of this rank's parameters are slices of the whole ones."""
-    for part, grad in ((part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts):
-        want = part.of(expected[part.name])
+    for part, grad in ((part, part.local_view(p.grad)) for p in model.parameters() for part in p.spec.parts):
+        want = part.global_view(expected[part.name])
         total = all_reduce(grad, part.partial) if part.partial else grad
         assert (total - want).norm() <= 1e-4 * want.norm(), part.name
 
@@ -195,7 +195,7 @@ def compare_over_ep(mesh, cases: dict) -> None:
         (model(batch, labels[row]).mean() / 2).backward()
         for param in model.parameters():
             for part in param.spec.parts:
-                want, grad = part.of(grads[part.name]), part.view(param.grad)
+                want, grad = part.global_view(grads[part.name]), part.local_view(param.grad)
                 grad = grad if param.spec.expert else all_reduce(grad, mesh.dp)
                 assert (grad - want).norm() <= 1e-4 * want.norm(), part.name
 
@@ -234,7 +234,7 @@ def test_pipeline_stages_compute_what_transformers_does(folders, name):
     found = {}
     for param in (param for model in models for param in model.parameters()):
         for part in param.spec.parts:  # a tied weight is in both stages
-            found[part.name] = found.get(part.name, 0) + part.view(param.grad)
+            found[part.name] = found.get(part.name, 0) + part.local_view(param.grad)
     assert found.keys() == grads.keys()
     for key, want in grads.items():
         assert (found[key] - want).norm() <= 1e-4 * want.norm(), key
@@ -246,25 +246,25 @@ def test_pipeline_stages_compute_what_transformers_does(folders, name):
 @pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen3-tied"])
 def test_tensor_parallel_ranks_load_their_slices(folders, name):
     _, folder = folders(name)
-    whole = {part.name: part.view(p) for p in ours(folder).parameters() for part in p.spec.parts}
+    whole = {part.name: part.local_view(p) for p in ours(folder).parameters() for part in p.spec.parts}
     for rank in range(2):
         for param in ours(folder, tp=Axis("tp", 2, rank, (0, 1))).parameters():
             for part in param.spec.parts:
-                assert torch.equal(part.view(param), part.of(whole[part.name])), part.name
+                assert torch.equal(part.local_view(param), part.global_view(whole[part.name])), part.name
 
 
 @pytest.mark.parametrize("name, ep, etp", [("qwen2_moe", 3, 1), ("mixtral", 1, 2), ("qwen3_moe-raw", 2, 2)])
 def test_expert_ranks_load_their_slices(folders, name, ep, etp):
     _, folder = folders(name)
-    whole = {part.name: part.view(p) for p in ours(folder).parameters() for part in p.spec.parts}
+    whole = {part.name: part.local_view(p) for p in ours(folder).parameters() for part in p.spec.parts}
     found = {key: [] for key in whole if ".experts." in key}
     for i in range(ep * etp):
         axes = Mesh(ep=Axis("ep", ep, i // etp, ()), etp=Axis("etp", etp, i % etp, ()))
         for param in ours(folder, experts=axes).parameters():
             for part in param.spec.parts:
-                assert torch.equal(part.view(param), part.of(whole[part.name])), part.name
+                assert torch.equal(part.local_view(param), part.global_view(whole[part.name])), part.name
                 if part.name in found:
-                    found[part.name].append(part.view(param))
+                    found[part.name].append(part.local_view(param))
     for key, slices in found.items():
         assert torch.equal(torch.cat(slices), whole[key]), key
 

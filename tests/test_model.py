@@ -78,7 +78,7 @@ def build(config, tp=None, vocab=VOCAB, scale=1.0):
         for part in param.spec.parts:
             generator = torch.Generator().manual_seed(crc32(part.name.encode()))
             noise = torch.randn(part.shape, generator=generator)
-            part.view(param.data).add_(part.of(scale * noise))
+            part.local_view(param.data).add_(part.global_view(scale * noise))
     return model
 
 
@@ -96,7 +96,7 @@ def batch(b=3, dropout_seed=None, vocab=VOCAB):
 
 
 def parts_of(model, value=lambda p: p.detach()):
-    return {part.name: part.view(value(p)) for p in model.parameters() for part in p.spec.parts}
+    return {part.name: part.local_view(value(p)) for p in model.parameters() for part in p.spec.parts}
 
 
 NORMS = ("input", "post_attention", "pre_mlp", "post_mlp")
@@ -278,7 +278,7 @@ def cut_over_tp(mesh, config):
         model = build(config if axis is mesh.tp else replace(config, **PLAIN), axis, scale=0.1)
         losses.append(model(inputs, labels))
         (losses[-1] * inputs.loss_weights).sum().backward()
-        parts = [(part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts]
+        parts = [(part, part.local_view(p.grad)) for p in model.parameters() for part in p.spec.parts]
         for part, grad in parts:
             grad.copy_(all_reduce(grad, part.partial or Axis.single()))
         grads.append({part.name: (part, grad) for part, grad in parts})
@@ -287,7 +287,7 @@ def cut_over_tp(mesh, config):
         assert distance(model(batch()[0], labels), losses[0]) > 1e-3, "dropout took place"
     assert grads[0].keys() == grads[1].keys()
     for name, (part, grad) in grads[1].items():
-        assert distance(grad, part.of(grads[0][name][1])) < 1e-5, name
+        assert distance(grad, part.global_view(grads[0][name][1])) < 1e-5, name
 
 
 PLAIN = dict(sequence_parallel=False, cross_entropy_loss_fusion=False, recompute_granularity=None)
@@ -352,7 +352,10 @@ def test_initial_weights_do_not_depend_on_tp(config):
             )
             for param in model.parameters():
                 for part in param.spec.parts:
-                    assert torch.equal(part.view(param), part.of(whole[part.name])), (part.name, rank)
+                    assert torch.equal(part.local_view(param), part.global_view(whole[part.name])), (
+                        part.name,
+                        rank,
+                    )
 
 
 def test_output_projections_start_smaller():

@@ -13,6 +13,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.moe_pieces import AdditionStore
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, accumulate_grouped
 from nanomegatron.ops import grouped_mm
@@ -55,7 +56,7 @@ def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:
-                view = part.view(bias.data)
+                view = part.local_view(bias.data)
                 view.copy_(
                     torch.arange(part.start, part.start + len(view)) * 0.01
                     + int(part.name.split(".")[5]) * 0.1
@@ -194,7 +195,7 @@ def test_experts_without_rows_get_zeros(dtype):
 def test_a_grouped_matmul_does_not_run_beside_nccl(beside_nccl):
     """It runs at once, and only the addition later; a pipeline, which waits for nothing, defers both."""
     weight, made = torch.nn.Parameter(torch.zeros(6, 4)), []
-    weight.wgrad_store = WeightGradStore(beside_nccl)
+    weight.wgrad_store = AdditionStore() if beside_nccl else WeightGradStore()
 
     def multiply():
         made.append("matmul")
@@ -268,18 +269,18 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
     if not config.disable_bias_linear:
         layers += [f"{layer}.bias" for layer in (*inner, "linear_fc2")]
     assert sorted(names) == sorted(f"{INIT.name}.{i}.{layer}" for i in range(E) for layer in layers)
-    expected = {part.name: part.view(p) for p in whole.parameters() for part in p.spec.parts}
+    expected = {part.name: part.local_view(p) for p in whole.parameters() for part in p.spec.parts}
     for ep, etp in ((2, 1), (4, 1), (1, 2), (2, 3)):
         seen = {}
         for i, j in itertools.product(range(ep), range(etp)):
             for p in GroupedExperts(config, axes_of(ep, etp, i, j), INIT, activation(config)).parameters():
                 assert p.spec.expert and p.spec.decay == (p.dim() == 2)
-                assert sum(part.view(p).numel() for part in p.spec.parts) == p.numel()
+                assert sum(part.local_view(p).numel() for part in p.spec.parts) == p.numel()
                 for part in p.spec.parts:
-                    assert torch.equal(part.view(p), part.of(expected[part.name]))
+                    assert torch.equal(part.local_view(p), part.global_view(expected[part.name]))
                     assert part.shape == expected[part.name].shape
                     if part.owner:
-                        seen[part.name] = seen.get(part.name, 0) + part.view(p).numel()
+                        seen[part.name] = seen.get(part.name, 0) + part.local_view(p).numel()
         assert seen == {name: t.numel() for name, t in expected.items()}
     std1, std2 = (expected[f"{INIT.name}.0.{layer}"].std() for layer in (layers[0], "linear_fc2.weight_t"))
     assert 0.27 < std1 < 0.33 and 0.009 < std2 < 0.011, "the second: 0.02 / sqrt(2 * 2 layers)"
@@ -328,7 +329,7 @@ def layer(mesh, way, kind, capacity):
     y.backward(grad)
     buckets.finish_grad_sync()
     grads = {
-        part.name: (offset_of(part), part.view(p.main_grad))
+        part.name: (offset_of(part), part.local_view(p.main_grad))
         for p in experts.parameters()
         for part in p.spec.parts
     }

@@ -108,7 +108,7 @@ def trained(mesh, config, form=OVERLAPPED, s=6, again=False, late=False, paralle
     grads = {}
     for bucket, piece in buckets.slices():
         name = f"{piece.part.name} {offset_of(piece.part)} {piece.at}"
-        grads[name] = piece.of(bucket.grad_shard).clone()
+        grads[name] = piece.shard_view(bucket.grad_shard).clone()
     return found, grads, [layer.router.counts.clone(), layer.router.dropped.clone()]
 
 

@@ -8,8 +8,6 @@ import pytest
 
 from tests.test_style import PACKAGE, ROOT, Source, none
 
-SLICES = {"param.Part", "dp.Slice"}  # whose `of(tensor)` is the slice of a tensor
-
 
 def defined(source: Source) -> Iterator[str]:
     """Public functions, classes and constants of a module."""
@@ -47,8 +45,8 @@ def test_no_public_name_is_defined_twice():
     none(defined_twice([source for source in PACKAGE if source.module != "megatron_api"]))
 
 
-def test_of_is_the_slice_of_a_tensor():
-    assert set(methods_of(PACKAGE)) == SLICES
+def test_no_method_is_called_of():
+    assert not list(methods_of(PACKAGE))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import offset_of
+from nanomegatron.fast.moe_pieces import AdditionStore
 from nanomegatron.mesh import Axis
 from nanomegatron.param import (
     Init,
@@ -15,9 +16,7 @@ from nanomegatron.param import (
     accumulate,
     add_grad,
     draw_normal,
-    grad_buffer,
     is_deferred,
-    is_queued,
     new_parameter,
     replica,
     scaled_std,
@@ -37,11 +36,11 @@ def put_together(params):
     for part, param in [(part, p) for p in params for part in p.spec.parts]:
         tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan))
         count = times.setdefault(part.name, torch.zeros(part.shape))
-        view = part.view(param.detach())
+        view = part.local_view(param.detach())
         here = tuple(slice(start, start + n) for start, n in zip(offset_of(part), view.shape, strict=True))
         assert tensor[here].isnan().all() or torch.equal(tensor[here], view), "copies differ"
         tensor[here] = view
-        assert torch.equal(part.of(tensor), view)
+        assert torch.equal(part.global_view(tensor), view)
         count[here] += part.owner
     assert all((count == 1).all() for count in times.values()), "each element has one owner"
     return whole
@@ -88,7 +87,7 @@ def test_fused_parts_lie_one_after_the_other():
     experts = tuple(shard(f"a.{i}.fc2.weight_t", (4,), 0, Axis.single()) for i in range(3))
     assert ParamSpec(experts, (12,)).name == "a.fc2.weight_t"
     local = torch.arange(8 * 6).view(8, 6)
-    assert torch.equal(torch.cat([part.view(local) for part in spec.parts]), local)
+    assert torch.equal(torch.cat([part.local_view(local) for part in spec.parts]), local)
 
 
 def test_replicas_hold_the_same_slice():
@@ -113,7 +112,7 @@ def test_padding_rows_are_zero_and_belong_to_no_part():
     params = [new_parameter(SPECS["vocabulary"](axis), Init(std=1.0)) for axis in axes(4)]
     parts = [p.spec.parts[0] for p in params]
     assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9), (9, 9)]
-    assert [part.view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
+    assert [part.local_view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
     for part, param in zip(parts, params, strict=True):
         rows = part.stop - part.start
         assert (param[:rows] != 0).all() and (param[rows:] == 0).all()
@@ -121,7 +120,7 @@ def test_padding_rows_are_zero_and_belong_to_no_part():
 
 def test_view_is_a_view():
     local = torch.zeros(8, 6)
-    fused(axes(2)[0]).parts[1].view(local).fill_(1.0)
+    fused(axes(2)[0]).parts[1].local_view(local).fill_(1.0)
     assert local.sum() == 12 and local[4:6].sum() == 12
 
 
@@ -197,21 +196,21 @@ def test_a_gradient_goes_to_the_bucket_or_to_autograd():
     param, betas = parameter(), []
     write = adding(torch.ones(8, 6), betas)
     grad = accumulate(param, write)
-    assert (grad == 1).all() and grad.dtype == torch.bfloat16 and grad_buffer(param) == (None, 0)
+    assert (grad == 1).all() and grad.dtype == torch.bfloat16
     bucket = Bucket(param)
     assert accumulate(param, write) is None and (param.main_grad == 3).all()
     assert bucket.calls == ["alloc", "ready"] and betas == [0, 1] and param.main_grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("beside_nccl", [False, True])
-def test_a_deferred_gradient(beside_nccl):
+@pytest.mark.parametrize("store", [WeightGradStore, AdditionStore])
+def test_a_deferred_gradient(store):
     """Nothing is asked of the bucket before `write` runs: neither memory nor beta, which differ by then."""
     param, betas = parameter(), []
-    bucket, param.wgrad_store = Bucket(param, unwritten=True), WeightGradStore(beside_nccl)
+    bucket, param.wgrad_store = Bucket(param, unwritten=True), store()
     write = adding(torch.ones(8, 6), betas)
     with param.wgrad_store.collect() as works:
         assert accumulate(param, write) is accumulate(param, write) is None
-        assert is_queued(param) and is_deferred(param) != beside_nccl
+        assert is_deferred(param)
     assert not bucket.calls and not betas
     WeightGradStore.run(works)
     assert betas == [0, 1] and bucket.calls == ["alloc", "ready", "ready"] and (param.main_grad == 2).all()
@@ -232,17 +231,17 @@ def test_biases_and_norms_are_not_deferred():
     param = torch.nn.Parameter(torch.zeros(4))
     param.wgrad_store = WeightGradStore()
     with param.wgrad_store.collect() as works:
-        assert not is_queued(param)
+        assert not is_deferred(param)
         assert (accumulate(param, adding(torch.ones(4), [])) == 1).all()
     assert not works
 
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_part_lies_in_one_piece(kind):
-    """`span` finds in the flattened local tensor what `view` shows."""
+    """`flat_range` finds in the flattened local tensor what `local_view` shows."""
     for axis in axes(4):
         spec = SPECS[kind](axis)
         local = torch.arange(torch.Size(spec.local_shape).numel()).view(spec.local_shape)
         for part in spec.parts:
-            begin, end = part.span(spec.local_shape)
-            assert torch.equal(local.flatten()[begin:end], part.view(local).flatten())
+            begin, end = part.flat_range(spec.local_shape)
+            assert torch.equal(local.flatten()[begin:end], part.local_view(local).flatten())

@@ -96,7 +96,9 @@ def peak_of_a_step(world: World, argv: list[str], folder: str) -> tuple[float, f
 
 def states(run) -> list[torch.Tensor]:
     """The tensors that last from step to step."""
-    buckets = [x for b in run.buckets.all for x in (b.data, b.grads, b.grad_shard) if x is not None]
+    buckets = [
+        x for b in run.buckets.all for x in (b.gathered.param_data, b.grads, b.grad_shard) if x is not None
+    ]
     return buckets + [x for s in run.optimizer.shards for x in (s.main, s.exp_avg, s.exp_avg_sq)]
 
 

@@ -90,9 +90,9 @@ def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microba
     run_schedule(stages, step, microbatches, stages.shape(LENGTH, MICRO))
     if bucketed:
         buckets.finish_grad_sync()
-        grads = {s.part.name: s.of(b.grad_shard).clone() for b, s in buckets.slices()}
+        grads = {s.part.name: s.shard_view(b.grad_shard).clone() for b, s in buckets.slices()}
     else:
-        grads = {part.name: part.view(p.grad) for p in stages.parameters() for part in p.spec.parts}
+        grads = {part.name: part.local_view(p.grad) for p in stages.parameters() for part in p.spec.parts}
     return {"losses": losses, "grads": grads}
 
 

@@ -55,7 +55,9 @@ def megatron_run(mesh, schedule: dict, forward_only: bool) -> dict:
         micro_batch_size=MICRO,
         forward_only=forward_only,
     )
-    grads = {s.name: s.view(p.grad) for p in stages.parameters() if p.grad is not None for s in p.spec.parts}
+    grads = {
+        s.name: s.local_view(p.grad) for p in stages.parameters() if p.grad is not None for s in p.spec.parts
+    }
     return {"losses": [r["lm loss"] for r in reports], "grads": grads}
 
 
@@ -74,7 +76,7 @@ def test_forward_backward_is_megatrons(schedule):
     found = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     for param in model.parameters():
         for part in param.spec.parts:
-            torch.testing.assert_close(found[part.name], part.view(param.grad), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(found[part.name], part.local_view(param.grad), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(without[last]["losses"], [loss.sum().item() for loss in losses])
     assert not without[0]["grads"] and not without[1]["grads"]
 

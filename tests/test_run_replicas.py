@@ -31,7 +31,7 @@ def flips_a_bit(world: World, argv: list[str], folder: str, rank: int, name: str
                 (s, p) for p in run.buckets.params for s in p.spec.parts if s.name.endswith(name)
             )
             run.buckets.wait_params()
-            part.view(param.data).view(torch.int32).flatten()[-1:].bitwise_xor_(
+            part.local_view(param.data).view(torch.int32).flatten()[-1:].bitwise_xor_(
                 1 << 12
             )  # not lost in rounding
         return report

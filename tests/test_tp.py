@@ -39,7 +39,7 @@ def fill(*modules):
     for param in (p for module in modules for p in module.parameters()):
         for part in param.spec.parts:
             whole[part.name] = draw_normal(part.name, part.shape, replace(INIT, std=0.5)).requires_grad_()
-            part.view(param.data).copy_(part.of(whole[part.name].detach()))
+            part.local_view(param.data).copy_(part.global_view(whole[part.name].detach()))
     return whole
 
 
@@ -49,9 +49,12 @@ def same_grads(whole, *modules, tolerance=1e-5):
         summed(param, param.grad)
         for part in param.spec.parts:
             torch.testing.assert_close(
-                part.view(param.grad), part.of(whole[part.name].grad), rtol=tolerance, atol=tolerance
+                part.local_view(param.grad),
+                part.global_view(whole[part.name].grad),
+                rtol=tolerance,
+                atol=tolerance,
             )
-        inside = sum(part.view(param.grad).abs().sum() for part in param.spec.parts)
+        inside = sum(part.local_view(param.grad).abs().sum() for part in param.spec.parts)
         torch.testing.assert_close(inside, param.grad.abs().sum())
 
 
@@ -63,7 +66,7 @@ def summed(param, grad):
     """A gradient, once the ranks that hold the same slice have put their summands together."""
     for part in param.spec.parts:
         if part.partial is not None:
-            part.view(grad).copy_(all_reduce(part.view(grad), part.partial))
+            part.local_view(grad).copy_(all_reduce(part.local_view(grad), part.partial))
     return grad
 
 

@@ -101,7 +101,9 @@ def first_gradients(world: World, argv: list[str], folder: str) -> dict:
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
     parts = [(part, p) for p in run.buckets.params for part in p.spec.parts]
-    return {part.name: (offset_of(part), part.shape, part.view(p.main_grad).clone()) for part, p in parts}
+    return {
+        part.name: (offset_of(part), part.shape, part.local_view(p.main_grad).clone()) for part, p in parts
+    }
 
 
 LAYOUTS = {

@@ -108,7 +108,7 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
     steps, gradients, update = [], [], run.optimizer.step
 
     def keep(*numbers):  # before the update, which may scale them
-        gradients.append([piece_of(s, s.of(b.grad_shard)) for b, s in run.buckets.slices()])
+        gradients.append([piece_of(s, s.shard_view(b.grad_shard)) for b, s in run.buckets.slices()])
         return update(*numbers)
 
     run.optimizer.step = keep
@@ -169,13 +169,13 @@ def check_entered(layout: str, model: str, kind: str, ranks: list[dict]) -> None
 
 def piece_of(piece, data: torch.Tensor) -> tuple:
     """(name, offset and shape of the rank's slice of the tensor, place in the flattened slice, values)."""
-    shape = piece.part.view(piece.param.detach()).shape
+    shape = piece.part.local_view(piece.param.detach()).shape
     return piece.part.name, offset_of(piece.part), tuple(shape), piece.at, data.float().clone()
 
 
 def weights_of(run) -> list[tuple]:
     """Every part that this rank holds, as `piece_of` has it."""
-    pairs = [(part, part.view(p.detach())) for p in run.optimizer.params for part in p.spec.parts]
+    pairs = [(part, part.local_view(p.detach())) for p in run.optimizer.params for part in p.spec.parts]
     return [(part.name, offset_of(part), tuple(x.shape), 0, x.float().clone().flatten()) for part, x in pairs]
 
 
@@ -187,7 +187,7 @@ def alike(run) -> bool:
         same &= all(torch.equal(copies[0], copy) for copy in copies)
         for part in param.spec.parts:
             if part.replicas > 1:
-                copies = all_gather(part.view(param.detach())[None], part.axis)
+                copies = all_gather(part.local_view(param.detach())[None], part.axis)
                 groups = copies.split(part.replicas)
                 same &= all(torch.equal(group[0], copy) for group in groups for copy in group)
             if param.spec.tied:

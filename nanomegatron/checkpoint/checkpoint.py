@@ -71,13 +71,13 @@ def training_pieces(
     for param in params:
         first = not reduction_axis(param, mesh).rank
         for part in param.spec.parts:
-            data, owner = part.view(param.detach()), part.owner and first
+            data, owner = part.local_view(param.detach()), part.owner and first
             pieces.append(Piece(f"model/{part.name}", part.shape, offset_of(part), data, owner))
     for kind, ranges in states.items():
         for piece, flat in ranges:
             name, part = f"{kind}/{piece.part.name}", piece.part
             end = piece.at + len(flat)
-            box = Rectangle(offset_of(part), tuple(part.view(piece.param).shape))
+            box = Rectangle(offset_of(part), tuple(part.local_view(piece.param).shape))
             for corner, shape in rectangles(box.shape, piece.at, end):
                 offset = tuple(a + b for a, b in zip(offset_of(part), corner, strict=True))
                 data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]

@@ -327,7 +327,7 @@ def load_weights(
             name, transposed = source
             theirs = there.tensors[found[name].name]
             ours = found[name].ours(theirs)
-            part.view(param.detach()).copy_(part.of(ours.t() if transposed else ours))
+            part.local_view(param.detach()).copy_(part.global_view(ours.t() if transposed else ours))
             types |= {str(theirs.dtype).removeprefix("torch.")} if theirs.dtype != param.dtype else set()
     return [f"weights cast from {dtype}" for dtype in sorted(types)] + config_mismatches(there, config)
 

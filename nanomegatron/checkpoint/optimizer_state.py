@@ -18,7 +18,7 @@ def optimizer_states(optimizer: Optimizer) -> dict[str, list[tuple[Slice, torch.
     kinds = ["main"] * optimizer.shards[0].mixed + ["exp_avg", "exp_avg_sq"]
     return {
         kind: [
-            (piece, piece.of(getattr(shard, kind)))
+            (piece, piece.shard_view(getattr(shard, kind)))
             for shard in optimizer.shards
             for piece in shard.bucket.slices
         ]
@@ -48,4 +48,4 @@ def reset_main(optimizer: Optimizer) -> None:
     """Copy the main parameters from the parameters, after loading weights without main parameters."""
     for shard in optimizer.shards:
         if shard.mixed:
-            shard.main.copy_(shard.bucket.data[shard.bucket.shard])
+            shard.main.copy_(shard.bucket.gathered.param_data[shard.bucket.shard])

@@ -69,7 +69,7 @@ def divide_outputs(params: Iterable[nn.Parameter], config: TransformerConfig) ->
     for param in params if total != 1 else ():
         for part in param.spec.parts:
             if ".experts." in part.name and ".linear_fc2." in part.name:
-                part.view(param).div_(total)
+                part.local_view(param).div_(total)
     notes = [f"upcycling: fc2 of experts divided by {total:g}, the sum of a token's weights"] * (total != 1)
     why = "the weights of a token's experts are not known before, or some of them are dropped"
     return notes + [f"upcycling: the model begins near the dense one, not as it: {why}"] * (not exact)

@@ -218,7 +218,7 @@ class Recorder(NoTracer, Observer):
         for param, grad in self.unreduced.items():
             for part in param.spec.parts:
                 copy = _copies(part) if part.partial is None else ()
-                grads = part.view(grad) / (scale * self.run.buckets.loss_factor)
+                grads = part.local_view(grad) / (scale * self.run.buckets.loss_factor)
                 self._add_param(UNREDUCED, part, 0, grads, copy)
         self.unreduced.clear()
         self._add_shards(REDUCED, lambda bucket: bucket.grad_shard / scale)
@@ -229,7 +229,7 @@ class Recorder(NoTracer, Observer):
             axis, own = bucket.axis, _copies(piece.part)
             if bucket.shards.size < axis.size:
                 own = (*own, (axis.name, axis.rank))
-            self._add_param(kind, piece.part, piece.at, piece.of(shard(bucket)), own)
+            self._add_param(kind, piece.part, piece.at, piece.shard_view(shard(bucket)), own)
 
     def add_weights(self, kind: str) -> None:
         """Record all parameters; those in flight to other ranks by the shard that this rank has updated.
@@ -246,7 +246,7 @@ class Recorder(NoTracer, Observer):
             axis = param.bucket.axis
             own = ((axis.name, axis.rank),) if axis.size > 1 else ()
             for part in param.spec.parts:
-                self._add_param(kind, part, 0, part.view(param), (*_copies(part), *own))
+                self._add_param(kind, part, 0, part.local_view(param), (*_copies(part), *own))
 
     def _add_whole(self, kind: str, name: str, x: torch.Tensor) -> None:
         """Record x `[n]` or `[]`, which every rank has."""
@@ -255,7 +255,7 @@ class Recorder(NoTracer, Observer):
 
     def _add_param(self, kind: str, part: Part, at: int, x: torch.Tensor, copy: Copy) -> None:
         """Record x `[...]`, elements of the flattened slice of a part from `at` on."""
-        numbers = part.of(torch.arange(torch.Size(part.shape).numel()).view(part.shape)).flatten()
+        numbers = part.global_view(torch.arange(torch.Size(part.shape).numel()).view(part.shape)).flatten()
         place = [numbers[at : at + x.numel()]]
         self._record(kind, part.name, copy, place, list(part.shape), x.flatten())
 

@@ -90,8 +90,8 @@ def perturb(model: ModelChunks, seed: int) -> None:
     for param in model.parameters() if seed else ():
         for part in param.spec.parts:
             init = Init(seed, device=param.device, std=torch.finfo(param.dtype).eps)
-            own = part.view(param)
-            own.copy_(own.float() * (1 + part.of(draw_normal(part.name, part.shape, init))))
+            own = part.local_view(param)
+            own.copy_(own.float() * (1 + part.global_view(draw_normal(part.name, part.shape, init))))
 
 
 def record_rank(

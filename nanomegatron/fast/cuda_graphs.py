@@ -24,7 +24,6 @@ Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 seq
 """
 
 import gc
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,9 +33,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanomegatron.dp import Bucket, ParamAndGradBuckets
+from nanomegatron.dp import ParamAndGradBuckets, wait_params
 from nanomegatron.fp8 import Scales
-from nanomegatron.param import report
 
 LEFT_FREE = 2**30  # bytes that are left free
 
@@ -159,8 +157,7 @@ class GraphedSteps:
 
     def run(self, chunk: nn.Module, step: Any, i: int) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
-        for bucket in self.grads.all:
-            bucket.wait_params()
+        wait_params(self.grads.params)
         kind = shape_of(step, i), i == 0
         if kind not in self.graphs:
             static = copied(step, i)
@@ -171,33 +168,31 @@ class GraphedSteps:
         step.total.copy_(static.total)
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the kernels of `run`; return what launches them and reports the gradients that they add."""
+        """Capture the kernels of `run`; return what launches them and counts the gradients that they add."""
         with recorded(self.grads) as contributions:
             replay = self.capture(run, self.pool)
 
         def launch() -> None:
             replay()
             for param in contributions:
-                report(param)
+                param.bucket.count(param)
 
         return launch
 
 
 @contextmanager
 def recorded(grads: ParamAndGradBuckets) -> Iterator[list[nn.Parameter]]:
-    """Context manager: contributions to gradients inside are listed, behind it, and not counted."""
-    before = [(bucket, bucket.counts, bucket.counted, bucket.microbatches) for bucket in grads.all]
-    for bucket in grads.all:
-        bucket.counts, bucket.microbatches = Counter(), math.inf  # so that none is the last
+    """Context manager: contributions to gradients inside are listed, and not counted."""
     contributions: list[nn.Parameter] = []
+    for bucket in grads.all:
+        bucket.count = contributions.append  # hides the method
     yield contributions
-    for bucket, *counted in before:
-        contributions += bucket.counts.elements()
-        bucket.counts, bucket.counted, bucket.microbatches = counted
+    for bucket in grads.all:
+        del bucket.count
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks other than the buckets' own, which a graph would not run."""
+    """Whether a module has hooks other than that which waits for its parameters; graphs run none."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     hooks: Sequence[Any] = [hook for kind in kinds for hook in kind.values()]
-    return any(not isinstance(getattr(hook, "__self__", None), Bucket) for hook in hooks)
+    return any(getattr(hook, "func", None) is not wait_params for hook in hooks)

@@ -32,13 +32,12 @@ class PeerShards:
     order.
     """
 
-    description = "GPU copy engines"
     PIECE = 2**24  # elements
     ALIGN = 128  # bytes; the number of elements of a shard is a multiple of it, too
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         """size: bytes on each rank for all tensors together. All ranks of the axis call it together."""
-        self.axis, self.device = axis, device
+        self.axis, self.shards, self.device = axis, axis, device
         self.shared_bytes, self.used = size, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle, self.arenas = share_memory(axis, device, size)
@@ -56,10 +55,10 @@ class PeerShards:
         self.tensors[views[self.axis.rank].data_ptr()] = views
         return views[self.axis.rank].zero_()
 
-    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
+    def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
         """Start to reduce whole `[size]`, giving this rank's shard; by collectives if not from `zeros`."""
         if whole.data_ptr() not in self.tensors:
-            return self.collectives.start_reduce_scatter(whole, op)
+            return self.collectives.start_reduce(whole, op)
         self.axis.observer.start(self.axis, "reduce_scatter", [whole])
         ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
         if whole.dtype not in self.buffers:
@@ -114,6 +113,7 @@ def peer_shard_comm(peers: PeerAccess, axis: Axis, device: torch.device, size: i
 
     size: bytes of all tensors. All ranks of the axis call it together.
     """
-    if axis.size == 1 or (error := peers.error(axis)):
-        return ShardComm(axis, device, size, error if axis.size > 1 else "")
-    return PeerShards(axis, device, size)
+    shared = axis.size > 1 and not peers.error(axis)
+    comm = (PeerShards if shared else ShardComm)(axis, device, size)
+    comm.description = peers.describe(axis, "collectives")
+    return comm

@@ -41,7 +41,7 @@ class WeightCasts:
             self.note = "FP8 weights gathered as bytes"
         self.whole = bucket.comm.zeros(bucket.size, torch.uint8)
         self.shard = self.whole[bucket.shard]
-        bucket.data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        self.param_data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
         self.main: torch.Tensor | None = None  # this rank's main weights, where they were last cast
         first = bucket.shard.start
         ranges, slots = [], []
@@ -90,28 +90,31 @@ class WeightCasts:
     def free_params(self) -> None:
         """Free the bf16 parameters while the FP8 copy is current."""
         bucket = self.bucket
-        if bucket.data is None or self.layers[0].optimizer_cast is None:
+        if self.param_data is None or self.layers[0].optimizer_cast is None:
             return
-        bucket.data, nan = None, torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
+        self.param_data, nan = None, torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
         for param in bucket.params:
             param.data = nan.expand(param.shape)
 
     def rebuild_params(self) -> None:
         """Rebuild the bf16 parameters from all ranks' main weights, if they are freed."""
         bucket = self.bucket
-        if bucket.data is None:
-            bucket.data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
-            bucket.data[bucket.shard].copy_(self.main)
-            bucket.comm.start_all_gather(bucket.data).wait()
-            for param, view in zip(bucket.params, bucket.views(bucket.data), strict=True):
+        if self.param_data is None:
+            self.param_data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+            self.param_data[bucket.shard].copy_(self.main)
+            bucket.comm.start_all_gather(self.param_data).wait()
+            for param, view in zip(bucket.params, bucket.views(self.param_data), strict=True):
                 param.data = view
 
 
-def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
-    """The `gathered` of `ParamAndGradBuckets`: `WeightCasts` for the weights that the optimizer casts."""
+def gathered_casts(sharded: bool, param: nn.Parameter, axis: Axis) -> type:
+    """The `gathered` of `ParamAndGradBuckets`: `WeightCasts` for the weights that the optimizer casts.
+
+    sharded: the ranks of `axis` divide the update.
+    """
     layer = getattr(param, "fp8", None)
     mixed = layer is not None and param.dtype == torch.bfloat16
-    return WeightCasts if mixed and casts_weights(layer.recipe, shards.size > 1) else GatheredParams
+    return WeightCasts if mixed and casts_weights(layer.recipe, sharded and axis.size > 1) else GatheredParams
 
 
 def casts_weights(recipe: Recipe, sharded: bool) -> bool:

@@ -16,7 +16,7 @@ Gain: residual sum and RMSNorm of 8,192 x 4,096 take 69.4 us on an H200, in plai
 their backward takes 69.9 us, not 2.32 times that (benchmarks/results/2026-11-21-kernels-h200.json).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from torch import nn
 
 from nanomegatron.attention import Cache
 from nanomegatron.batch import Batch
+from nanomegatron.dp import wait_params
 from nanomegatron.fast.cuda_graphs import has_hooks
 from nanomegatron.fast.discard_output import discard
 from nanomegatron.fp8_linear import Fp8Input, reads_only_fp8
@@ -36,14 +37,6 @@ from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.norm import add_norm, norm_beside
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import RowParallelLinear
-
-
-def wait_params(params: Iterable[nn.Parameter]) -> None:
-    """Wait for the gathers of parameters, which are read past the hooks of their modules."""
-    for param in params:
-        bucket = getattr(param, "bucket", None)
-        if bucket is not None:
-            bucket.wait_params()
 
 
 class Branch(NamedTuple):

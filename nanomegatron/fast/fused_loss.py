@@ -32,7 +32,7 @@ from nanomegatron.layers import OutputLayer
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, grad_buffer, report
+from nanomegatron.param import add_product
 from nanomegatron.tp import WHOLE_LOGITS, combine_lse, vocab_range
 
 
@@ -64,9 +64,11 @@ class FusedLossFunction(torch.autograd.Function):
         pieces = x.flatten(0, 1).split(step)
         gathered = [start_all_gather(piece, tp) if ranks > 1 else Pending(piece) for piece in pieces]
         reduce = start_reduce_scatter if ranks > 1 else start_all_reduce_
-        out, beta = (None, 0) if loss_weights is None else grad_buffer(weight)
-        ctx.dw = None
-        if loss_weights is not None and out is None:
+        out = ctx.dw = None
+        beta = 0
+        if loss_weights is not None and hasattr(weight, "bucket"):
+            out, beta = weight.bucket.grad_buffer(weight)
+        elif loss_weights is not None:
             out = ctx.dw = torch.empty_like(weight, dtype=torch.float32)
         columns = [t.split(step, 1) for t in (labels, loss_weights) if t is not None]
         ctx.shape = x.shape
@@ -95,7 +97,7 @@ class FusedLossFunction(torch.autograd.Function):
         dx, dw = ctx.dx, ctx.dw
         ctx.dx = ctx.dw = None
         if dw is None:
-            report(weight)
+            weight.bucket.count(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
         return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 4
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
+from nanomegatron.dp import wait_params
 from nanomegatron.fast.cuda_graphs import GraphedSteps, missing_memory, shape_of
 from nanomegatron.fast.fused_layer import Branch, FusedLayers
 from nanomegatron.recompute import CaptureInputGrad
@@ -108,12 +109,11 @@ class LayerGraph:
 
     def __init__(self, graphs: GraphedLayers, layer: nn.Module, before: Branch | None) -> None:
         self.graphs, self.layer, self.before = graphs, layer, before
-        self.buckets = {param.bucket for param in layer.parameters() if param.requires_grad}
+        self.params = list(layer.parameters())
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """inputs `[s, b, h]`: x, and the y of a branch if one enters -> both as they leave, `[s, b, h]`"""
-        for bucket in self.buckets:
-            bucket.wait_params()
+        wait_params(self.params)
         inputs = tuple(map(self.graphs.fixed, inputs))
         if self.launch_forward is None:
             self.launch_forward = self.graphs.captured(lambda: self.run_forward(*inputs))

@@ -107,6 +107,15 @@ class InBackward(torch.autograd.Function):
         return grad, None
 
 
+class AdditionStore(WeightGradStore):
+    """A store whose queue runs beside NCCL's kernels: of a grouped matmul it gets only the addition.
+
+    The matmul, whose thread blocks need all multiprocessors at once, would wait for them; it runs at once.
+    """
+
+    grouped_matmuls = False
+
+
 class OverlappedWgrads:
     """Gradients of one weight, deferred from its backward until other gradients are in flight.
 
@@ -115,7 +124,7 @@ class OverlappedWgrads:
 
     def __init__(self, weight: nn.Parameter, beside_nccl: bool) -> None:
         """beside_nccl: the gradients in flight are sent by NCCL; else by copy engines."""
-        self.weight, self.store = weight, WeightGradStore(beside_nccl)
+        self.weight, self.store = weight, AdditionStore() if beside_nccl else WeightGradStore()
         self.wgrad_queue: list = []
         self.pipeline: WeightGradStore | None = None
 

@@ -39,7 +39,7 @@ def check_replicas(params: Iterable[nn.Parameter], mesh: Mesh, iteration: int) -
     by_axis: dict[Axis, list[tuple[Part, torch.Tensor]]] = {}
     for param in params:
         for part in param.spec.parts:
-            found = fingerprint(part.view(param.detach()))
+            found = fingerprint(part.local_view(param.detach()))
             for axis in axes_of_replicas(part, reduction_axis(param, mesh)):
                 by_axis.setdefault(axis, []).append((part, found))
     votes: Counter[str] = Counter()  # by name, groups in which this rank is suspected

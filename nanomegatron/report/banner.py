@@ -133,7 +133,7 @@ def buckets_text(buckets: ParamAndGradBuckets) -> str:
     text += ["gradients reduced during the backward"] * buckets.overlap_reduce
     text += ["parameters gathered during the forward"] * buckets.overlap_gather
     if buckets.overlap_reduce or buckets.overlap_gather:
-        text += [f"by {comm.description}" for comm in buckets.comms if comm.axis.size > 1][:1]
+        text += [f"by {comm.description}" for comm in buckets.comms if comm.shards.size > 1][:1]
     text += dict.fromkeys(bucket.gathered.note for bucket in buckets.all if bucket.gathered.note)
     return ", ".join(text + ["averaged by the collective"] * (buckets.op == "avg"))
 

@@ -274,7 +274,7 @@ def compare(mesh):
             places = {part.name: (part, q.main_grad) for part in q.spec.parts}
             for part in p.spec.parts:
                 other, grads = places[part.name]
-                near(part.view(p.main_grad), 3 * part.of(other.view(grads)), 2e-2)
+                near(part.local_view(p.main_grad), 3 * part.global_view(other.view(grads)), 2e-2)
 
 
 def run_once(experts, form, kind, args):

@@ -28,7 +28,7 @@ def storm(mesh, device):
         for k, grad in enumerate(grads):
             dawdle()
             grad.copy_(torch.arange(len(grad), device=device) % 7 * (axis.rank + 1) + step % 5 + k)
-            pending.append(peers.start_reduce_scatter(grad, op))
+            pending.append(peers.start_reduce(grad, op))
         gathers = []
         for k, (param, reduced) in enumerate(zip(params, pending)):
             shard = reduced.wait()
