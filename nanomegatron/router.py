@@ -134,7 +134,6 @@ class Router(nn.Module):
     best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
     loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
     drop: Callable[..., torch.Tensor] | None = None  # (probs, chosen, config) -> ids, -1 for a dropped copy
-    by_scores: bool  # whether the experts with the best scores, which losses count, are chosen
     has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -152,7 +151,8 @@ class Router(nn.Module):
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.by_scores = bias is None
+        # whether the chosen experts are those with the best scores, which losses count
+        self.chooses_best = bias is None and not config.moe_router_group_topk
         for name in ("counts", "dropped"):
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
@@ -206,7 +206,7 @@ class Router(nn.Module):
         """This rank's part of the weighted sum of all losses, times the microbatch's tokens -> `[]`"""
         scores = loss_scores(output.logits, self.config)
         top = output.chosen
-        if not self.by_scores:
+        if not self.chooses_best:
             top = scores.topk(self.config.moe_router_topk).indices
         if output.token_mask is not None:
             scores = scores * output.token_mask
