@@ -30,6 +30,7 @@ from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
+from nanomegatron.fast.split_gate import SplitGateFunction
 from nanomegatron.fast.tp_overlap import overlapped_linear
 from nanomegatron.fp8_linear import Fp8Matmuls, reads_only_fp8
 from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
@@ -39,6 +40,7 @@ from nanomegatron.moe import MoELayer
 from nanomegatron.optim import ShardState, ShardUpdates
 from nanomegatron.pick_variants import attention_over_cp
 from nanomegatron.pp import ModelChunks
+from nanomegatron.router import GateFunction, Router
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
@@ -54,6 +56,7 @@ class Paths:
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
+    gate: Callable = GateFunction.apply  # Router.gate
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable = logits_then_loss  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
@@ -86,7 +89,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         return paths
 
     if take:
-        paths = replace(paths, context=Ring(peers), producers=True)
+        paths = replace(paths, context=Ring(peers), gate=SplitGateFunction.apply, producers=True)
 
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))
@@ -126,6 +129,8 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
             module.context = attention_over_cp(paths.context, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
+        elif isinstance(module, Router):
+            module.gate = paths.gate
         elif isinstance(module, MLP) and paths.producers and reads_only_fp8(module.linear_fc2):
             module.run = partial(quantizing_mlp, discards="mlp_act" in paths.discards)
     return stages
