@@ -421,12 +421,26 @@ def accumulate_outer(
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
         return accumulate_grouped(weight, lambda: grouped_outer(a, b, groups))
 
+    def add_expert(out: torch.Tensor, begin: int, end: int) -> None:
+        add_product(out, a[begin:end], b[begin:end])
+
+    return accumulate_each(weight, groups, add_expert)
+
+
+def accumulate_each(
+    weight: nn.Parameter, groups: Groups, add_expert: Callable[[torch.Tensor, int, int], None]
+) -> torch.Tensor | None:
+    """Accumulate one expert's gradient after the other -> None, without a bucket `[e*m, n]`
+
+    add_expert(out `[m, n]`, begin, end) adds that of the expert with these rows.
+    """
+
     def write(out: torch.Tensor, beta: int) -> None:
         if beta == 0:
             out.zero_()  # the experts without rows
-        grads = out.view(groups.experts, -1, b.shape[1])
+        grads = out.view(groups.experts, -1, out.shape[1])
         for i, begin, end in groups.spans:
-            add_product(grads[i], a[begin:end], b[begin:end])
+            add_expert(grads[i], begin, end)
 
     return accumulate(weight, write)
 
