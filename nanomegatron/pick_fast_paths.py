@@ -61,7 +61,7 @@ class Paths:
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     gate: Callable = GateFunction.apply  # Router.gate
-    moe: OverlappedMoe | None = None  # MoELayer.run
+    moe: OverlappedMoe | None = None  # MoELayer.run, MoELayer.dispatcher
     loss: Callable = logits_then_loss  # OutputLayer.loss
     producers: bool = False  # OutputLayer.loss, MLP.run also quantize for the FP8 layer behind
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
@@ -142,7 +142,7 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, GroupedExperts) and "moe_act" in paths.discards:
-            module.project = discarding_project
+            module.project = partial(discarding_project, prefetch=paths.moe.prefetch if paths.moe else None)
         elif isinstance(module, Router):
             module.gate = paths.gate
     return stages

@@ -87,7 +87,7 @@ def discarding_mlp(mlp: MLP, x: torch.Tensor, linear_fc1: Callable, linear_fc2: 
 def discarding_project(
     experts: GroupedExperts, x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
 ) -> torch.Tensor:
-    """A `GroupedExperts.project` that discards the output of the activation.
+    """A `GroupedExperts.project` that discards the output of the activation. prefetch: as for `discard`.
 
     x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`
     """
