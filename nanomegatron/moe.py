@@ -240,8 +240,7 @@ class AllToAllDispatch(TokenDispatch):
 
         # copies in order of experts
         routing, ends = self.route_to_experts(received_ids, capacity).cut_to_size()
-        dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
-        return self.permute(x, routing), dispatched
+        return self.permute(x, routing), Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
         """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`

@@ -142,7 +142,7 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, GroupedExperts) and "moe_act" in paths.discards:
-            module.project = partial(discarding_project, prefetch=paths.moe.prefetch if paths.moe else None)
+            module.project = partial(discarding_project, prefetch=paths.moe and paths.moe.prefetch)
         elif isinstance(module, Router):
             module.gate = paths.gate
     return stages
@@ -150,7 +150,8 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
 
 def mlp_run(mlp: MLP, paths: Paths) -> Callable[..., torch.Tensor]:
     """Return `MLP.run`, which quantizes or discards the output of the activation, or does both or neither."""
-    discards = "mlp_act" in paths.discards
     if paths.producers and reads_only_fp8(mlp.linear_fc2):
-        return partial(quantizing_mlp, discards=discards)
-    return discarding_mlp if discards else run_mlp
+        return partial(quantizing_mlp, discards="mlp_act" in paths.discards)
+    if "mlp_act" in paths.discards:
+        return discarding_mlp
+    return run_mlp
