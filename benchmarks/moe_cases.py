@@ -28,6 +28,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast.fp8_experts import accumulate_fp8_outer, fp8_parts, grouped_fp8_mm
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.split_gate import SplitGateFunction
 from nanomegatron.fp8 import E4M3, Fp8LayerState, Recipe, Rowwise, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, MoELayer, accumulate_outer
@@ -65,6 +66,7 @@ class Layer:
         self.mesh = Mesh.build(config.parallel, session.world, device, config.model.num_kv_heads)
         self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
         OverlappedMoe(PeerAccess.build(self.mesh, config.parallel), halves).install(self.layer)
+        self.layer.router.gate = SplitGateFunction.apply
         self.buckets = ParamAndGradBuckets(self.layer, config.parallel, self.mesh)
         b, s = data.micro_batch_size, data.seq_length
         places, tokens = torch.arange(s, device=device), torch.zeros(b, s, dtype=torch.int64, device=device)

@@ -32,8 +32,8 @@ synchronizes (with alltoall several times a layer), unless etp x ep is 1 and the
 matmul. Combine multiplies by probs: a rank adds its copies of a token in fp32, in their order, and rounds the
 partial sum to the type of x; then the ranks' partial sums are added.
 
-On GPUs `MoELayer.run` is another function, unless --no-fast-paths: that of `fast/moe_dispatch.py`, which
-overlaps the communication with the router, the shared experts and weight gradients.
+On GPUs `MoELayer.run` and the dispatcher are those of `fast/moe_dispatch.py`, unless --no-fast-paths: they
+overlap the communication with the router, the shared experts and weight gradients.
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token sent once to a rank: DeepSeek-V3
 2412.19437; separate grid for experts: MoE Parallel Folding 2504.14960)
 """
@@ -109,9 +109,8 @@ class MoELayer(nn.Module):
                 mesh.tp,
                 partial_grad=config.sequence_parallel,
             )
-        self.dispatcher = AllGatherDispatch(self.experts)
-        if config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1:
-            self.dispatcher = AllToAllDispatch(self.experts)
+        alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
+        self.dispatcher = AllToAllDispatch(self.experts) if alltoall else AllGatherDispatch(self.experts)
         self.recompute = config.recomputes("moe")
         self.recompute_shared = config.recomputes("shared_experts")
 
@@ -180,31 +179,6 @@ class TokenDispatch:
         fixed_rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - self.first_expert, self.local_experts, self.experts.multiple, fixed_rows)
 
-    def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`
-
-        capacity: rows per expert; each rank then gets a fixed number of rows, padded. None: the ids decide.
-        """
-        owner = ids.div(self.local_experts, rounding_mode="floor")
-        same_rank = owner[:, :, None] == owner[:, None, :]
-        repeated = same_rank.tril(-1).any(2)  # an earlier choice of the token is on the same rank
-        fixed_rows = None if capacity is None else min(capacity * self.local_experts, len(ids))
-        return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, fixed_rows)
-
-    def pack_choices(self, probs: torch.Tensor, ids: torch.Tensor, to_ranks: Routing) -> torch.Tensor:
-        """Join probs and the bits of ids + 1 in order of ranks, for one exchange; zeros, as in padding: none.
-
-        probs, ids `[t, k]` -> `[rows, 2*k]`, fp32
-        """
-        bits = (ids + 1).view(torch.float32)
-        return self.permute(torch.cat((probs, bits), dim=1), to_ranks)
-
-
-def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undo `pack_choices`. choices `[n, 2*k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
-    probs, bits = choices.chunk(2, dim=1)
-    return probs.contiguous(), bits.detach().contiguous().view(torch.int32) - 1
-
 
 class AllGatherDispatch(TokenDispatch):
     """All-gather and reduce-scatter over etp x ep; all ranks must have the same number of tokens."""
@@ -230,6 +204,21 @@ class AllGatherDispatch(TokenDispatch):
         return scatter_seq(self.unpermute(rows, dispatched.routing, dispatched.probs), self.mesh.etp_ep)
 
 
+def pack_choices(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Join probs and the bits of ids + 1, for one exchange; a row of zeros, as in padding, has no expert.
+
+    probs, ids `[t, k]` -> `[t, 2*k]`, fp32
+    """
+    bits = (ids + 1).view(torch.float32)
+    return torch.cat((probs, bits), dim=1)
+
+
+def unpack_choices(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo `pack_choices`. choices `[n, 2*k]` -> probs fp32 `[n, k]`, ids int32 `[n, k]`"""
+    probs, bits = choices.chunk(2, dim=1)
+    return probs.contiguous(), bits.detach().contiguous().view(torch.int32) - 1
+
+
 class AllToAllDispatch(TokenDispatch):
     """All-to-all over ep, then over etp. Without a capacity ranks may have different numbers of tokens."""
 
@@ -246,13 +235,23 @@ class AllToAllDispatch(TokenDispatch):
 
         # tokens and their choices
         x = self.send(self.permute(x, to_ranks), over_ep, over_etp)
-        choices = self.send(self.pack_choices(probs, ids, to_ranks), over_ep, over_etp)
+        choices = self.send(self.permute(pack_choices(probs, ids), to_ranks), over_ep, over_etp)
         received_probs, received_ids = unpack_choices(choices)
 
         # copies in order of experts
         routing, ends = self.route_to_experts(received_ids, capacity).cut_to_size()
-        dispatched = Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
-        return self.permute(x, routing), dispatched
+        return self.permute(x, routing), Exchanged(routing, ends, received_probs, to_ranks, over_ep, over_etp)
+
+    def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
+        """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`
+
+        capacity: rows per expert; each rank then gets a fixed number of rows, padded. None: the ids decide.
+        """
+        owner = ids.div(self.local_experts, rounding_mode="floor")
+        same_rank = owner[:, :, None] == owner[:, None, :]
+        repeated = same_rank.tril(-1).any(2)  # an earlier choice of the token is on the same rank
+        fixed_rows = None if capacity is None else min(capacity * self.local_experts, len(ids))
+        return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, fixed_rows)
 
     def exchange_sizes(self, to_ranks: Routing, rank_ends: list[int]) -> tuple[ExchangeSizes, ExchangeSizes]:
         """Tell other ranks how many rows they get: over ep, and over etp; the host waits for the numbers.
@@ -268,24 +267,30 @@ class AllToAllDispatch(TokenDispatch):
         return over_ep, over_etp
 
     def send(self, rows: torch.Tensor, over_ep: ExchangeSizes, over_etp: ExchangeSizes) -> torch.Tensor:
-        """Send to ep ranks, then to all etp ranks, which share the experts. rows `[r, w]` -> `[n, w]`"""
-        etp = self.mesh.etp
+        """Send to ep ranks, then to all etp ranks there. rows `[r, w]` -> `[n, w]`"""
         rows = all_to_all(rows, self.mesh.ep, over_ep.sent, over_ep.received)
-        if etp.size > 1:
-            rows = all_to_all(rows.repeat(etp.size, 1), etp, over_etp.sent, over_etp.received)
-        return rows
+        return self.gather_over_etp(rows, over_etp)
 
     def combine(self, rows: torch.Tensor, dispatched: Exchanged) -> torch.Tensor:
-        """Exchange partial sums, over etp, where they are added, then over ep. rows `[r, h]` -> `[t, h]`"""
-        etp = self.mesh.etp
+        """Add partial sums over etp, then send them back over ep and add them. rows `[r, h]` -> `[t, h]`"""
         over_ep = dispatched.over_ep
-        over_etp = dispatched.over_etp
         y = self.unpermute(rows, dispatched.routing, dispatched.probs)
-        if etp.size > 1:
-            y = all_to_all(y, etp, over_etp.received, over_etp.sent)
-            y = y.view(etp.size, sum(over_ep.received), y.shape[1]).sum(0)
+        y = self.scatter_over_etp(y, dispatched.over_etp)
         y = all_to_all(y, self.mesh.ep, over_ep.received, over_ep.sent)
         return self.unpermute(y, dispatched.to_ranks)
+
+    def gather_over_etp(self, rows: torch.Tensor, sizes: ExchangeSizes) -> torch.Tensor:
+        """All-gather over etp, whose ranks share the experts: to each all rows `[r, w]` -> `[n, w]`"""
+        if self.mesh.etp.size == 1:
+            return rows
+        return all_to_all(rows.repeat(self.mesh.etp.size, 1), self.mesh.etp, sizes.sent, sizes.received)
+
+    def scatter_over_etp(self, y: torch.Tensor, sizes: ExchangeSizes) -> torch.Tensor:
+        """Reduce-scatter over etp: each gets its own rows of all, and adds them. y `[n, h]` -> `[r, h]`"""
+        if self.mesh.etp.size == 1:
+            return y
+        y = all_to_all(y, self.mesh.etp, sizes.received, sizes.sent)
+        return y.view(self.mesh.etp.size, sizes.sent[0], y.shape[1]).sum(0)
 
 
 def grouped_linear(
@@ -326,13 +331,8 @@ def matrices(weight: torch.Tensor, groups: Groups, transposed: bool) -> torch.Te
     return stored if transposed else stored.mT
 
 
-def activate_and_project(
-    experts: "GroupedExperts", x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
-) -> torch.Tensor:
-    """Activation and second linear layer. x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`
-
-    prefetch: unused, since nothing is computed again (`GroupedExperts.forward`).
-    """
+def activate_and_project(experts: "GroupedExperts", x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Activation and second linear layer. x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`"""
     return experts.linear(experts.act(x), experts.weight2, groups, transposed=True)
 
 
@@ -391,16 +391,11 @@ class GroupedExperts(nn.Module):
             self.bias2 = new_parameter(stacked(whole, expert=True), init, fill=0.0)
 
     def forward(
-        self,
-        rows: torch.Tensor,
-        offsets: torch.Tensor,
-        ends: list[int] | None = None,
-        prefetch: list[Callable] | None = None,
+        self, rows: torch.Tensor, offsets: torch.Tensor, ends: list[int] | None = None
     ) -> torch.Tensor:
         """offsets: int32 `[e + 1]`, ascending from 0; rows past the last offset belong to no expert.
 
         ends: the offsets on the host; None: a loop over experts waits for them, a grouped matmul does not.
-        prefetch: gets what the backward may call before it needs its result (`fast/discard_output.py`).
         """
         if not len(rows):
             ends = [0] * len(offsets)
@@ -408,7 +403,7 @@ class GroupedExperts(nn.Module):
         x = self.linear(rows, self.weight1, groups)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, offsets)
-        y = self.project(self, x, groups, prefetch)
+        y = self.project(self, x, groups)
         if self.bias2 is None:
             return y
         return AddBiasFunction.apply(y, self.bias2 * (self.mesh.etp.rank == 0), offsets)
@@ -421,12 +416,26 @@ def accumulate_outer(
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
         return accumulate_grouped(weight, lambda: grouped_outer(a, b, groups))
 
+    def add_expert(out: torch.Tensor, begin: int, end: int) -> None:
+        add_product(out, a[begin:end], b[begin:end])
+
+    return accumulate_each(weight, groups, add_expert)
+
+
+def accumulate_each(
+    weight: nn.Parameter, groups: Groups, add_expert: Callable[[torch.Tensor, int, int], None]
+) -> torch.Tensor | None:
+    """Accumulate one expert's gradient after the other -> None, without a bucket `[e*m, n]`
+
+    add_expert(out `[m, n]`, begin, end) adds that of the expert with these rows.
+    """
+
     def write(out: torch.Tensor, beta: int) -> None:
         if beta == 0:
             out.zero_()  # the experts without rows
-        grads = out.view(groups.experts, -1, b.shape[1])
+        grads = out.view(groups.experts, -1, out.shape[1])
         for i, begin, end in groups.spans:
-            add_product(grads[i], a[begin:end], b[begin:end])
+            add_expert(grads[i], begin, end)
 
     return accumulate(weight, write)
 

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from nanomegatron.attention import SelfAttention
 from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.decode import decoder
-from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.discard_output import discarding_mlp, discarding_project
 from nanomegatron.fast.dp_peer import peer_shard_comm
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
@@ -30,15 +32,17 @@ from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
+from nanomegatron.fast.split_gate import SplitGateFunction
 from nanomegatron.fast.tp_overlap import overlapped_linear
 from nanomegatron.fp8_linear import Fp8Matmuls, reads_only_fp8
-from nanomegatron.layers import MLP, OutputLayer, logits_then_loss
+from nanomegatron.layers import MLP, OutputLayer, logits_then_loss, run_mlp
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import run_layers
-from nanomegatron.moe import MoELayer
+from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import ShardState, ShardUpdates
 from nanomegatron.pick_variants import attention_over_cp
 from nanomegatron.pp import ModelChunks
+from nanomegatron.router import GateFunction, Router
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
@@ -46,22 +50,33 @@ GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps} 
 
 @dataclass(frozen=True)
 class Paths:
-    """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
+    """The fast paths of a run, by what reads them, each with the attribute that it replaces.
 
+    None: the core's form.
+    """
+
+    # what `install` sets on modules
     layers: Callable = run_layers  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
-    producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
-    discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
-    moe: OverlappedMoe | None = None  # MoELayer.run
+    gate: Callable = GateFunction.apply  # Router.gate
+    moe: OverlappedMoe | None = None  # MoELayer.run, MoELayer.dispatcher
     loss: Callable = logits_then_loss  # OutputLayer.loss
+    producers: bool = False  # OutputLayer.loss, MLP.run also quantize for the FP8 layer behind
+    discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
+    decoder: Callable | None = None  # ModelChunks.decoder, for generation
+
+    # what `build.build_optimizer` makes buckets and optimizer of
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of ParamAndGradBuckets
     gathered: Callable | None = None  # (param, axis) -> class of what ParamAndGradBuckets gather
     state: Callable = ShardState  # (bucket, config) -> main parameters and moments of a shard
     updates: type[ShardUpdates] = ShardUpdates  # updates the shards and starts their gathers
+
+    # what `build.build_executor` runs
     graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.run_schedule`
-    decoder: Callable | None = None  # ModelChunks.decoder, for generation
+
+    # what the banner describes
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
 
@@ -86,7 +101,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         return paths
 
     if take:
-        paths = replace(paths, context=Ring(peers), producers=True)
+        paths = replace(paths, context=Ring(peers), gate=SplitGateFunction.apply, producers=True)
 
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))
@@ -112,7 +127,6 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
     stages.decoder = paths.decoder
     for chunk in stages:
         chunk.run_layers = paths.layers
-    discard_activations(stages, paths.discards)
     for module in stages.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
             if module.fp8:
@@ -120,13 +134,25 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
             elif paths.linear:
                 module.linear = paths.linear
         if isinstance(module, OutputLayer):
-            module.loss = paths.loss
-            if paths.producers and reads_only_fp8(module) and not module.config.final_logit_softcapping:
-                module.loss = quantizing_loss
+            quantizes = reads_only_fp8(module) and not module.config.final_logit_softcapping
+            module.loss = quantizing_loss if paths.producers and quantizes else paths.loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = attention_over_cp(paths.context, module.mask, stages.cp)
+        elif isinstance(module, MLP):
+            module.run = mlp_run(module, paths)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
-        elif isinstance(module, MLP) and paths.producers and reads_only_fp8(module.linear_fc2):
-            module.run = partial(quantizing_mlp, discards="mlp_act" in paths.discards)
+        elif isinstance(module, GroupedExperts) and "moe_act" in paths.discards:
+            module.project = partial(discarding_project, prefetch=paths.moe and paths.moe.prefetch)
+        elif isinstance(module, Router):
+            module.gate = paths.gate
     return stages
+
+
+def mlp_run(mlp: MLP, paths: Paths) -> Callable[..., torch.Tensor]:
+    """Return `MLP.run`, which quantizes or discards the output of the activation, or does both or neither."""
+    if paths.producers and reads_only_fp8(mlp.linear_fc2):
+        return partial(quantizing_mlp, discards="mlp_act" in paths.discards)
+    if "mlp_act" in paths.discards:
+        return discarding_mlp
+    return run_mlp

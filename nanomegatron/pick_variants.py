@@ -91,7 +91,6 @@ def pick_router(router: Router) -> None:
         router.compute_logits = partial(random_logits, compute_logits=router.compute_logits)
     if config.moe_router_group_topk:
         router.best_experts = best_of_groups
-        router.by_scores = False
     if "sinkhorn" in config.moe_router_load_balancing_type:
         router.choose_experts = sinkhorn_routing
     if config.moe_expert_capacity_factor:

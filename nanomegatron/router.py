@@ -25,7 +25,7 @@ Not counted are padding of packs and forwards without autograd, which are recomp
 
 Slots, which `pick_variants.py` fills with whole functions of `variants/`: `compute_logits` (input jitter,
 forced balance), `choose_experts` (sinkhorn), `best_experts` (of groups), `drop` (a capacity), rows of
-`loss_functions`.
+`loss_functions`. On GPUs `gate` is that of `fast/split_gate.py`, unless --no-fast-paths.
 (Switch, arXiv 2101.03961; z-loss 2202.08906; bias 2408.15664)
 """
 
@@ -40,7 +40,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce, all_reduce_
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, accumulate, add_grad, add_product, replicated
+from nanomegatron.param import Init, accumulate, add_product, replicated
 
 
 class RouterOutput(NamedTuple):
@@ -63,10 +63,41 @@ class LossInput(NamedTuple):
     columns: int  # samples of the microbatch; the tokens are [s, columns]
 
 
+class GateFunction(torch.autograd.Function):
+    """x W^T, multiplied in `dtype`; x is saved in its own dtype. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
+        y = matmul(x, weight.t(), dtype)
+        return y.float() if dtype == torch.float64 else y
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+
+        def write(out: torch.Tensor, beta: int) -> None:
+            add_product(out, grad, x.to(grad.dtype), beta)
+
+        dx = (grad @ ctx.weight.to(grad.dtype)).to(x.dtype)
+        return dx, accumulate(ctx.weight, write), None
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b in `dtype`. a `[m, k]`, b `[k, n]` -> `[m, n]`
+
+    A GPU's matmul of 16-bit inputs needs no copies of them for fp32.
+    """
+    if a.is_cuda and dtype == torch.float32 and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
 def compute_logits(router: "Router", x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return x W^T + b. x `[t, h]` -> fp32 `[t, E]`; batch is for variants."""
     dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, x.dtype)
-    logits = GateFunction.apply(x, router.weight, dtype).float()
+    logits = router.gate(x, router.weight, dtype).float()
     return logits if router.bias is None else logits + router.bias.float()
 
 
@@ -129,12 +160,12 @@ class Router(nn.Module):
     In training aux_loss all-reduces counts `[E]` over tp and cp. Slots stand first.
     """
 
+    gate: Callable[..., torch.Tensor] = staticmethod(GateFunction.apply)
     compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
     choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
     best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
     loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
     drop: Callable[..., torch.Tensor] | None = None  # (probs, chosen, config) -> ids, -1 for a dropped copy
-    by_scores: bool  # whether the experts with the best scores, which losses count, are chosen
     has_variants = False  # whether `pick_variants` has filled them
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -152,7 +183,8 @@ class Router(nn.Module):
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self.by_scores = bias is None
+        # whether the chosen experts are those with the best scores, which losses count
+        self.chooses_best = bias is None and not config.moe_router_group_topk
         for name in ("counts", "dropped"):
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
@@ -206,7 +238,7 @@ class Router(nn.Module):
         """This rank's part of the weighted sum of all losses, times the microbatch's tokens -> `[]`"""
         scores = loss_scores(output.logits, self.config)
         top = output.chosen
-        if not self.by_scores:
+        if not self.chooses_best:
             top = scores.topk(self.config.moe_router_topk).indices
         if output.token_mask is not None:
             scores = scores * output.token_mask
@@ -214,57 +246,6 @@ class Router(nn.Module):
         values = [self.loss_functions[name](self, given) for name in self.losses]
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
-
-
-class GateFunction(torch.autograd.Function):
-    """x W^T, multiplied in `dtype`; x is saved in its own dtype. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
-        ctx.grad_dtype = torch.float32 if dtype == torch.float64 else dtype
-        if dtype == torch.float32 and x.dtype != torch.float32:
-            return mm_in_fp32(x, weight.t())
-        y = x.to(dtype) @ weight.to(dtype).t()
-        return y.to(ctx.grad_dtype)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        if ctx.grad_dtype == torch.float32 and x.dtype == torch.bfloat16:
-            return *grads_at_bf16_speed(grad, x, ctx.weight), None
-
-        def write(out: torch.Tensor, beta: int) -> None:
-            add_product(out, grad, x.to(grad.dtype), beta)
-
-        dx = (grad @ ctx.weight.to(grad.dtype)).to(x.dtype)
-        return dx, accumulate(ctx.weight, write), None
-
-
-def grads_at_bf16_speed(
-    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of x W^T for grad fp32 `[t, E]`, split in three bf16 parts that add up to it.
-
-    Each part is the rounded rest of those before: 3 x 8 bits are fp32's 24. x `[t, h]`, weight `[E, h]`, both
-    bf16 -> dx `[t, h]`; that of the weight is accumulated, without a bucket returned `[E, h]`
-    """
-    parts = []
-    for _ in range(3):
-        parts.append(grad.bfloat16())
-        grad = grad - parts[-1]
-    parts = torch.cat(parts, dim=1)
-
-    def write(out: torch.Tensor, beta: int) -> None:
-        add_grad(out, mm_in_fp32(parts.t(), x).view((3, *weight.shape)).sum(0), beta)
-
-    return parts @ weight.repeat(3, 1), accumulate(weight, write)
-
-
-def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b of 16-bit matrices, at their speed on GPUs. a `[m, k]`, b `[k, n]` -> fp32 `[m, n]`"""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def loss_scores(logits: torch.Tensor, config: TransformerConfig) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from nanomegatron import router
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.fast.moe_dispatch import AllGatherInPieces, AsyncAllToAll, OverlappedMoe
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
@@ -76,6 +77,10 @@ def dispatch(x, probs, ids, experts, kind, run=route_and_combine, shared=None, p
     layer = SimpleNamespace(router=FixedRouter(probs, ids, pause), experts=experts, shared_experts=shared)
     layer.dispatcher = (AllToAllDispatch if alltoall else AllGatherDispatch)(experts)
     layer.apply_shared_experts = shared
+    if isinstance(run, OverlappedMoe):
+        layer.dispatcher = functools.partial(
+            AsyncAllToAll if alltoall else AllGatherInPieces, layer.dispatcher, run.peers
+        )
     return run(layer, x[:, None], None)[:, 0]
 
 

@@ -9,7 +9,6 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.run_folder import resume_conflicts
-from nanomegatron.fast.discard_output import discard_activations
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import bias as ops_bias
@@ -21,8 +20,10 @@ from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
 from nanomegatron.ops.paths import SWITCHES
+from nanomegatron.pick_fast_paths import Paths, install
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory
+from nanomegatron.pp import ModelChunks
 from tests import cuda_on_cpu, test_plan
 
 MODULES = ops_norm, ops_dropout, ops_rope, ops_mlp, ops_softmax
@@ -55,8 +56,8 @@ def step(config: TransformerConfig, fused: bool = True) -> list[torch.Tensor]:
     tokens = torch.arange(2 * 13).view(2, 13) * 5 % 61
     model = GPTModel(config, vocab_size=61, max_sequence_length=12)
     if fused:
-        model.run_layers = FusedLayers(recompute=config.recomputes("layernorm"))
-        discard_activations(model, config.recompute_modules)
+        layers = FusedLayers(recompute=config.recomputes("layernorm"))
+        install(ModelChunks([model]), Paths(layers, discards=config.recompute_modules))
     batch = Batch(tokens[:, :-1], torch.arange(12), torch.arange(2), dropout_seed=3)
     losses = model(batch, tokens[:, 1:])
     losses.sum().backward()

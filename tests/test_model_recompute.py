@@ -10,12 +10,14 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.fast.discard_output import discard, discard_activations, discarding_mlp
+from nanomegatron.fast.discard_output import discard, discarding_mlp
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.layers import MLP, run_mlp
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.model import GPTModel
+from nanomegatron.model import GPTModel, run_layers
 from nanomegatron.param import Init
+from nanomegatron.pick_fast_paths import Paths, install
+from nanomegatron.pp import ModelChunks
 from nanomegatron.recompute import recomputed, rng_state
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
@@ -43,9 +45,8 @@ WAYS = {
 def train_once(config, dtype):
     """Loss, all gradients, and the bytes that autograd keeps between forward and backward."""
     model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
-    if config.recomputes("layernorm"):  # as pick_fast_paths.py does
-        model.run_layers = FusedLayers(recompute=True)
-    discard_activations(model, config.recompute_modules)
+    layers = FusedLayers(recompute=True) if config.recomputes("layernorm") else run_layers
+    install(ModelChunks([model]), Paths(layers, discards=config.recompute_modules))
     buckets = ParamAndGradBuckets(model, ParallelConfig(), ALONE)
     data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
     inputs = Batch(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)

@@ -123,7 +123,7 @@ class Experts:
         self.config, self.mesh = TransformerConfig(**shape | settings), axes
         self.weight1 = torch.nn.Parameter(torch.zeros(1))
 
-    def __call__(self, rows, offsets, ends=None, prefetch=None):
+    def __call__(self, rows, offsets, ends=None):
         assert ends is None or ends == offsets.tolist()
         return self.run(rows, offsets)
 
@@ -145,7 +145,7 @@ class TwoLayers(Experts):
         self.multiple, self.padded = multiple, capacity is not None
         self.weights = [mine(axes, w) for w in weights()]
 
-    def __call__(self, rows, offsets, ends=None, prefetch=None):
+    def __call__(self, rows, offsets, ends=None):
         assert offsets.dtype == torch.int32 and all(n % self.multiple == 0 for n in offsets.tolist())
         assert (
             ends is None
@@ -250,9 +250,9 @@ def test_choices_travel_as_they_are():
     """Ids of any size by their bits, -1 for dropped copies and in padding; gradients of probs alone."""
     ids = torch.tensor([[0, 2**31 - 1, -1], [3, -1, 2**24 + 1]], dtype=torch.int32)
     probs = torch.rand(2, K, requires_grad=True)
-    way = moe.TokenDispatch(Experts(Mesh()))
+    way = moe.AllToAllDispatch(Experts(Mesh()))
     to_ranks = route(torch.tensor([[0], [0]], dtype=torch.int32).expand(2, K), 1, 1, 8)
-    sent = way.pack_choices(probs, ids, to_ranks)
+    sent = way.permute(moe.pack_choices(probs, ids), to_ranks)
     assert sent.shape == (8, 2 * K) and sent.dtype == torch.float32
     came, found = moe.unpack_choices(sent)
     assert found.dtype == torch.int32 and found.tolist() == [

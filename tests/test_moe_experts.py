@@ -12,7 +12,7 @@ from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.discard_output import discarding_project
 from nanomegatron.fast.moe_pieces import AdditionStore
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, accumulate_grouped
@@ -52,7 +52,8 @@ def offsets_of(sizes):
 
 def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
     experts = GroupedExperts(config, axes or Mesh(), replace(INIT, dtype=dtype), activation(config))
-    discard_activations(experts, config.recompute_modules)
+    if "moe_act" in config.recompute_modules:
+        experts.project = discarding_project
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:

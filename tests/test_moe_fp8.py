@@ -12,7 +12,7 @@ from nanomegatron.checkpoint.fp8_state import fp8_state
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import fp8_experts
-from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.discard_output import discarding_project
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Fp8LayerState, Recipe, Rowwise, Scales
 from nanomegatron.mesh import Mesh
@@ -38,7 +38,8 @@ def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     """Experts in FP8, their buckets, their scales."""
     experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype), activation(config))
     scales = Scales(recipe, quantize_experts(experts, recipe), CPU)
-    discard_activations(experts, config.recompute_modules)
+    if "moe_act" in config.recompute_modules:
+        experts.project = discarding_project
     return experts, ParamAndGradBuckets(experts, ParallelConfig(), ALONE), scales
 
 

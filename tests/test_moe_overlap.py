@@ -3,6 +3,7 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from nanomegatron.checkpoint.checkpoint import offset_of
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import moe_dispatch
-from nanomegatron.fast.discard_output import discard_activations
+from nanomegatron.fast.discard_output import discarding_project
 from nanomegatron.fast.fused_layer import FusedLayers, fused_norm
 from nanomegatron.fast.host_copy import AsyncHostCopy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe, split_rows
@@ -68,7 +69,8 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     pick_variants(layer, mesh.cp)
     if form is not None:
         form.install(layer)
-    discard_activations(layer, config.recompute_modules)
+    if "moe_act" in config.recompute_modules:
+        layer.experts.project = partial(discarding_project, prefetch=form.prefetch if form else None)
     layer.calls = []
     if shared is not None:
         shared.register_forward_hook(lambda *_: layer.calls.append(torch.is_grad_enabled()))
@@ -276,18 +278,18 @@ class Noted(torch.autograd.Function):
 
 
 class Experts:
-    """What a dispatch asks of GroupedExperts: each row is noted and doubled."""
+    """What a dispatch asks of GroupedExperts: each row is noted and doubled, and an activation discarded."""
 
     multiple = 1
 
-    def __init__(self, axes, log, **settings):
+    def __init__(self, axes, log, prefetch, **settings):
         self.mesh, self.log, self.config = axes, log, replace(CONFIG, **settings)
+        self.prefetch = prefetch
         self.weight1 = torch.nn.Parameter(torch.zeros(1, 1))
 
-    def __call__(self, rows, offsets, ends, prefetch):
+    def __call__(self, rows, offsets, ends):
         assert ends == offsets.tolist() and ends[-1] == len(rows)
-        if prefetch is not None:
-            prefetch.append(lambda: self.log.append("again"))
+        self.prefetch.append(lambda: self.log.append("again"))
         return 2 * Noted.apply(rows, "experts", self.log, self.weight1)
 
 
@@ -337,7 +339,7 @@ def test_the_order_in_which_all_is_launched(mesh):
         log: list[str] = []
         x = torch.randn(5, H, requires_grad=True)
         probs, ids = torch.rand(5, K), torch.rand(5, E).topk(K).indices.int()
-        experts = Experts(mesh, log, **settings)
+        experts = Experts(mesh, log, form.prefetch, **settings)
         made.clear()
         mesh.observer.counts.clear()
         y = dispatch(
@@ -365,12 +367,12 @@ def test_a_half_without_tokens():
         x, seen = torch.randn(rows, H, requires_grad=True), []
 
         class Triple(Experts):
-            def __call__(self, rows, offsets, ends, prefetch, seen=seen):
+            def __call__(self, rows, offsets, ends, seen=seen):
                 seen.append(len(rows))
                 return 3 * rows
 
         ids = torch.zeros(rows, 1, dtype=torch.int32)
-        y = dispatch(x, torch.ones(rows, 1), ids, Triple(Mesh(), []), "alltoall", HALVES)
+        y = dispatch(x, torch.ones(rows, 1), ids, Triple(Mesh(), [], []), "alltoall", HALVES)
         assert torch.equal(y, 3 * x) and seen == [rows // 2, rows - rows // 2]
         y.sum().backward()
         assert (x.grad == 3).all()

@@ -15,7 +15,7 @@ from nanomegatron import router as moe_router
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.fast import moe_pieces
-from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fast.moe_dispatch import AllGatherInPieces, OverlappedMoe
 from nanomegatron.fast.pieces import scatter_pieces
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.permute import permute, permute_block, route, unpermute, unpermute_block
@@ -151,19 +151,23 @@ def ordered(mesh, folder):
     def tell(word):
         return lambda *_: log.append(word)
 
+    def combining(self, rows, recompute):
+        queues.append(recompute)
+        return combine(self, rows, recompute)
+
     def before(owner, name, word):
         """Note each call of a method."""
         method = getattr(owner, name)
         setattr(owner, name, lambda *args: log.append(word) or method(*args))
 
     moe_pieces.gather_pieces, moe_pieces.scatter_pieces = gathering, scattering
+    combine, AllGatherInPieces.start_combine = AllGatherInPieces.start_combine, combining
     WeightGradStore.run, moe_router.GateFunction.backward = staticmethod(running), staticmethod(gate)
     ParamAndGradBuckets(layer, ParallelConfig(), mesh).zero_grad_buffer(1)
     before(layer.router, "choose", "router")
     before(layer.router, "balance", "losses")
     before(layer.experts, "act", "activate")
     layer.experts.register_forward_hook(tell("experts"))
-    layer.experts.register_forward_hook(lambda _, given, y: queues.append(given[-1]))
     layer.experts.register_full_backward_pre_hook(tell("experts"))
     x = torch.randn(4, 2, layer.experts.config.hidden_size, requires_grad=True)
     y = layer(x, batch_of(2, 4, aux_scale=1.0))

@@ -9,6 +9,7 @@ import torch
 
 from nanomegatron.build import build
 from nanomegatron.comm import own_slice
+from nanomegatron.fast.split_gate import SplitGateFunction
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
 from nanomegatron.param import Init, WeightGradStore
@@ -34,6 +35,8 @@ from tests.moe_routers import (
 )
 from tests.spmd import run_spmd
 from tests.test_config_moe import config_of
+
+GATES = GateFunction, SplitGateFunction
 
 
 def table(probs, ids):
@@ -269,13 +272,14 @@ def test_type_of_the_matmul(dtype, tolerance):
     close(x.grad.double(), grad.double() @ router.weight.detach().double(), 3e-2)
 
 
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("later", [False, True])
-def test_weight_gradient_goes_into_main_grad(later):
+def test_weight_gradient_goes_into_main_grad(later, gate):
     router, x = router_of(settings(), dtype=torch.bfloat16), torch.randn(10, H).bfloat16()
     weight, added = router.weight, []
     weight.main_grad, weight.wgrad_store = torch.ones(E, H), WeightGradStore()
     weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 1), count=added.append)
-    y, grad = GateFunction.apply(x, weight, torch.float32), torch.randn(10, E)
+    y, grad = gate.apply(x, weight, torch.float32), torch.randn(10, E)
     if later:
         with weight.wgrad_store.collect() as works:
             y.backward(grad)
@@ -409,14 +413,15 @@ def test_a_built_model_has_the_variants_of_its_flags(flags):
         assert hasattr(router, "global_counts") == ("global_aux_loss" in router.losses)
 
 
-def test_fp32_gradients_of_16_bit_weights():
-    """By matmuls of 16 bits, each of which sees a third of the gradient's bits."""
+@pytest.mark.parametrize("gate", GATES)
+def test_fp32_gradients_of_16_bit_weights(gate):
+    """Split: by matmuls of 16 bits, each of which sees a third of the gradient's bits."""
     x, weight = torch.randn(300, 40).bfloat16(), torch.nn.Parameter(torch.randn(E, 40).bfloat16())
     weight.main_grad = torch.full((E, 40), torch.nan)
     weight.bucket = SimpleNamespace(grad_buffer=lambda p: (p.main_grad, 0), count=lambda _: None)
     grad = torch.randn(300, E) * 1e-3
     leaf = x.clone().requires_grad_()
-    y = GateFunction.apply(leaf, weight, torch.float32)
+    y = gate.apply(leaf, weight, torch.float32)
     assert y.dtype == torch.float32
     close(y.double(), x.double() @ weight.detach().double().t(), 1e-5)
     y.backward(grad)
@@ -424,6 +429,21 @@ def test_fp32_gradients_of_16_bit_weights():
     assert (leaf.grad - exact).norm() < 2.5e-3 * exact.norm(), "rounded once"
     dw = grad.double().t() @ x.double()
     assert (weight.main_grad - dw).norm() < 1e-6 * dw.norm()
+
+
+@pytest.mark.parametrize(
+    "given, dtype", [(torch.float32, "fp32"), (torch.bfloat16, None), (torch.float16, "fp32")]
+)
+def test_other_types_are_not_split(given, dtype):
+    found = []
+    for gate in GATES:
+        router = router_of(settings(router_dtype=dtype), dtype=given)
+        router.gate = gate.apply
+        x = torch.randn(50, H, generator=torch.Generator().manual_seed(1)).to(given).requires_grad_()
+        logits = router.compute_logits(router, x, batch_of())
+        logits.square().sum().backward()
+        found.append((logits.detach(), x.grad, router.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 # The bias

@@ -13,12 +13,11 @@ and mlp_act; benchmarks/results/2026-11-22-cp-memory-four.json).
 (As Megatron-LM's CheckpointWithoutOutput)
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanomegatron.fp8_linear import Fp8Input
 from nanomegatron.layers import MLP
@@ -70,15 +69,6 @@ def discard(
         yield
 
 
-def discard_activations(model: nn.Module, modules: Container[str]) -> None:
-    """Discard the activations' outputs of MLPs and experts if `mlp_act`, `moe_act` are among `modules`."""
-    for module in model.modules():
-        if isinstance(module, MLP) and "mlp_act" in modules:
-            module.run = discarding_mlp
-        elif isinstance(module, GroupedExperts) and "moe_act" in modules:
-            module.project = discarding_project
-
-
 def discarding_mlp(mlp: MLP, x: torch.Tensor, linear_fc1: Callable, linear_fc2: Callable) -> torch.Tensor:
     """An `MLP.run` that discards the output of the activation.
 
@@ -97,7 +87,7 @@ def discarding_mlp(mlp: MLP, x: torch.Tensor, linear_fc1: Callable, linear_fc2: 
 def discarding_project(
     experts: GroupedExperts, x: torch.Tensor, groups: Groups, prefetch: list[Callable] | None = None
 ) -> torch.Tensor:
-    """A `GroupedExperts.project` that discards the output of the activation.
+    """A `GroupedExperts.project` that discards the output of the activation. prefetch: as for `discard`.
 
     x `[r, 2*f/etp]` (gated) or `[r, f/etp]` -> `[r, h]`
     """

@@ -18,11 +18,10 @@ from torch import nn
 from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8LayerState, Quantized, Recipe, Rowwise
 from nanomegatron.fp8_linear import Fp8Input, quantize_input
-from nanomegatron.moe import Activation, GroupedExperts, accumulate_grouped, accumulate_outer
+from nanomegatron.moe import Activation, GroupedExperts, accumulate_each, accumulate_grouped, accumulate_outer
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import fp8_matmul
 from nanomegatron.ops.grouped_mm import Groups
-from nanomegatron.param import accumulate
 
 
 def quantize_experts(experts: GroupedExperts, recipe: Recipe) -> list[Fp8LayerState]:
@@ -76,8 +75,15 @@ def grouped_fp8_mm(
 ) -> torch.Tensor:
     """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, w.scale_inv `[e, o]` -> `[r, o]`"""
     if one_kernel(x.data, groups):
-        how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
-        return torch._scaled_grouped_mm(x.data, w.data.mT, x.scale_inv.flatten(), w.scale_inv, **how)
+        return torch._scaled_grouped_mm(
+            x.data,
+            w.data.mT,
+            x.scale_inv.flatten(),
+            w.scale_inv,
+            offs=groups.offsets[1:],
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
     y = x.scale_inv.new_empty(len(x.data), w.data.shape[1], dtype=dtype)
     for i, begin, end in groups.spans:
         rows = Fp8Matrix(x.data[begin:end], x.scale_inv[begin:end])
@@ -90,22 +96,21 @@ def accumulate_fp8_outer(
 ) -> torch.Tensor | None:
     """`moe.accumulate_outer` from transposed FP8 copies: a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
     if one_kernel(a.data, groups):
-        scales = [c.scale_inv.flatten().repeat(groups.experts) for c in (a, b)]
-        how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
-        return accumulate_grouped(
-            weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how)
+        multiply = partial(
+            torch._scaled_grouped_mm,
+            a.data,
+            b.data.t(),
+            a.scale_inv.flatten().repeat(groups.experts),
+            b.scale_inv.flatten().repeat(groups.experts),
+            offs=groups.offsets[1:],
+            out_dtype=torch.bfloat16,
         )
+        return accumulate_grouped(weight, multiply)
 
-    def write(out: torch.Tensor, beta: int) -> None:
-        if beta == 0:
-            out.zero_()  # the experts without rows
-        grads = out.view(groups.experts, len(a.data), -1)
-        for i, begin, end in groups.spans:
-            grads[i].add_(
-                fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.scale_inv) for c in (a, b)), out.dtype)
-            )
+    def add_expert(out: torch.Tensor, begin: int, end: int) -> None:
+        out.add_(fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.scale_inv) for c in (a, b)), out.dtype))
 
-    return accumulate(weight, write)
+    return accumulate_each(weight, groups, add_expert)
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):

@@ -22,7 +22,6 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import (
     Pending,
     all_gather,
-    all_to_all,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
@@ -41,7 +40,15 @@ from nanomegatron.fast.moe_pieces import (
 )
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.mesh import Axis
-from nanomegatron.moe import AllToAllDispatch, GroupedExperts, MoELayer, TokenDispatch, unpack_choices
+from nanomegatron.moe import (
+    AllGatherDispatch,
+    AllToAllDispatch,
+    ExchangeSizes,
+    GroupedExperts,
+    MoELayer,
+    pack_choices,
+    unpack_choices,
+)
 from nanomegatron.ops.permute import Routing, padded, route
 
 Finish = Callable[[], torch.Tensor]
@@ -51,8 +58,9 @@ Arrived = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # rows `[r, h]`, 
 class OverlappedMoe:
     """A `MoELayer.run` that overlaps communication with other work. x `[s, b, h]` -> `[s, b, h]`, or of s/tp
 
-    A dispatch is constructed with its tokens; then come set_routing (for all parts of a batch at once),
-    start_dispatch and start_combine. The last two return the function that finishes what they started.
+    `MoELayer.dispatcher` becomes the constructor of a dispatch, which gets its tokens; then come set_routing
+    (for all parts of a batch at once), start_dispatch and start_combine. The last two return the function
+    that finishes what they started.
 
     The number of rows that arrive is known on the GPU, but messages and memory need it on the host. Its copy
     starts before the router's losses are computed, and is read after all else is launched, for both halves at
@@ -61,12 +69,19 @@ class OverlappedMoe:
     """
 
     def __init__(self, peers: PeerAccess | None, halves: bool = False) -> None:
-        """halves: interleave halves of the tokens (--overlap-moe-expert-parallel-comm), by collectives."""
+        """halves: interleave halves of the tokens (--overlap-moe-expert-parallel-comm), by collectives.
+
+        prefetch: what makes the discarded activations of the experts that have just run, for the backward to
+        call early; `discard_output.discarding_project` adds it.
+        """
         self.peers, self.halves = None if halves else peers, halves  # peer memory serves one call at a time
+        self.prefetch: list[Callable] = []
 
     def install(self, layer: MoELayer) -> None:
         """Make the layer use this; to be called before its parameters are put into buckets."""
         layer.run = self
+        kind = AsyncAllToAll if isinstance(layer.dispatcher, AllToAllDispatch) else AllGatherInPieces
+        layer.dispatcher = partial(kind, layer.dispatcher, self.peers)
         for weight in (layer.experts.weight1, layer.experts.weight2) if self.halves else ():
             weight.spec = replace(weight.spec, uses=2)
 
@@ -81,11 +96,10 @@ class OverlappedMoe:
         tokens, parts = x.flatten(0, 1), 1 + self.halves
         y_shared = None
         late = layer.experts.config.moe_shared_expert_overlap
-        kind = AsyncAllToAll if isinstance(layer.dispatcher, AllToAllDispatch) else AllGatherInPieces
-        ways = [kind(part, layer.experts, self.peers) for part in split_rows(tokens, parts)]
+        ways = [layer.dispatcher(part) for part in split_rows(tokens, parts)]
 
         output = layer.router.choose(tokens, batch)
-        kind.set_routing(ways, split_rows(output.ids, parts))
+        ways[0].set_routing(ways, split_rows(output.ids, parts))
         probs = layer.router.balance(output, batch)
 
         if layer.shared_experts is not None and not late:
@@ -98,8 +112,9 @@ class OverlappedMoe:
 
         leaving = []
         for way in ways:
-            recompute: list[Callable] | None = None if self.halves else []  # both would recompute at once
-            y = run_experts(layer.experts, way.wgrads, *arriving.pop(0)(), recompute)
+            y = run_experts(layer.experts, way.wgrads, *arriving.pop(0)())
+            recompute = [] if self.halves else [*self.prefetch]  # both would recompute at once
+            self.prefetch.clear()
             leaving.append(way.start_combine(y, recompute))
             del y  # so that its memory is freed before the end
         found = [finish() for finish in leaving]
@@ -113,19 +128,18 @@ def run_experts(
     rows: torch.Tensor,
     offsets: torch.Tensor,
     ends: list[int] | None,
-    recompute: list[Callable] | None,
 ) -> torch.Tensor:
     """Run the experts on their rows; the backward defers the weight gradients of `wgrads`.
 
     rows `[r, h]`, offsets int32 `[e + 1]` -> `[r, h]`
     """
     if wgrads is None:
-        return experts(rows, offsets, ends, recompute)
+        return experts(rows, offsets, ends)
     rows = InBackward.apply(rows, wgrads.stop)
-    return InBackward.apply(experts(rows, offsets, ends, recompute), wgrads.collect)
+    return InBackward.apply(experts(rows, offsets, ends), wgrads.collect)
 
 
-class AllGatherInPieces(TokenDispatch):
+class AllGatherInPieces:
     """All-gather and reduce-scatter over etp x ep, in one block per rank (`moe_pieces.py`).
 
     x `[t, h]` is sent before the router has its ids. With 4 ranks whose GPUs access each other's memory:
@@ -146,15 +160,16 @@ class AllGatherInPieces(TokenDispatch):
     experts run.
     """
 
-    def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
-        super().__init__(experts)
-        axis, self.peers = self.mesh.etp_ep, peers
+    def __init__(self, plain: AllGatherDispatch, peers: PeerAccess | None, x: torch.Tensor) -> None:
+        """plain: the layer's dispatcher in the core, whose tables this uses."""
+        self.plain, self.peers = plain, peers
+        self.axis = axis = plain.mesh.etp_ep
         self.wgrads = None
         if x.requires_grad and axis.size > 1:
             memory = peers.memory(axis, x.device, "reduce_scatter") if peers else None
-            self.wgrads = OverlappedWgrads(experts.weight1, beside_nccl=memory is None)
+            self.wgrads = OverlappedWgrads(plain.experts.weight1, beside_nccl=memory is None)
         self.exchange = AsyncExchange(
-            partial(start_pieces, axis=axis, peers=peers), None, beside(self.wgrads)
+            partial(start_pieces, axis=axis, peers=peers), None, [self.wgrads.run] if self.wgrads else []
         )
         self.started = StartExchange.apply(x, self.exchange)
 
@@ -162,38 +177,37 @@ class AllGatherInPieces(TokenDispatch):
     def set_routing(ways: list["AllGatherInPieces"], ids: Sequence[torch.Tensor]) -> None:
         """All-gather ids int32 `[t, k]` (-1: a dropped copy); start to copy the offsets to the host."""
         for way, part in zip(ways, ids, strict=True):
-            axis, capacity = way.mesh.etp_ep, way.capacity(len(part))
-            way.routing = way.route_to_experts(all_gather(part, axis), capacity)
+            capacity = way.plain.capacity(len(part))
+            way.routing = way.plain.route_to_experts(all_gather(part, way.axis), capacity)
             if capacity is not None:
-                way.ends = partial(padded_ends, way.routing, way.local_experts)
+                way.ends = partial(padded_ends, way.routing, way.plain.local_experts)
             else:
-                way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
+                way.ends = AsyncHostCopy(way.routing.offsets).read if way.axis.size > 1 else lambda: None
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Arrived]:
         """Start to gather probs fp32 `[t, k]`; the host waits for the offsets.
 
         -> a function that waits for the tokens and returns what the experts get
         """
-        self.probs = start_gather_seq(probs, self.mesh.etp_ep)
-        fused = self.config.moe_permute_fusion
-        self.blocks = RankBlocks(self.routing, self.mesh.etp_ep, fused, self.peers)
+        self.probs = start_gather_seq(probs, self.axis)
+        self.blocks = RankBlocks(self.routing, self.axis, self.plain.config.moe_permute_fusion, self.peers)
         ends = self.ends()
         self.blocks.routing = routing = cut_to(self.routing, ends)
         return lambda: (GatherPermute.apply(self.started, self.exchange, self.blocks), routing.offsets, ends)
 
-    def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
+    def start_combine(self, rows: torch.Tensor, recompute: list[Callable]) -> Finish:
         """Start to send each rank the sums of its tokens, while the next rank's are added.
 
         rows `[r, h]` -> a function that returns `[t, h]` as `TokenDispatch.combine`; recompute: functions for
         the backward to call while the gradient of the result is in flight.
         """
-        forward = partial(start_pieces, axis=self.mesh.etp_ep, peers=self.peers)
+        forward = partial(start_pieces, axis=self.axis, peers=self.peers)
         exchange = AsyncExchange(None, forward, recompute)
         started = UnpermuteScatter.apply(rows, self.probs(), exchange, self.blocks)
         return partial(FinishExchange.apply, started, exchange)
 
 
-class AsyncAllToAll(TokenDispatch):
+class AsyncAllToAll:
     """All-to-all over ep, then over etp, of x `[t, h]`.
 
     The addition of weight gradients and the recomputation of activations overlap with it, and with one of two
@@ -208,10 +222,11 @@ class AsyncAllToAll(TokenDispatch):
         GPU       permute 1  permute 2     experts of 1      experts of 2      sum 1         sum 2
     """
 
-    def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
-        super().__init__(experts)
-        communicates = x.requires_grad and self.mesh.ep.size > 1
-        self.x, self.wgrads = x, OverlappedWgrads(experts.weight1, beside_nccl=True) if communicates else None
+    def __init__(self, plain: AllToAllDispatch, peers: PeerAccess | None, x: torch.Tensor) -> None:
+        """plain: the layer's dispatcher in the core, whose tables and exchange over etp this uses."""
+        self.plain, self.x = plain, x
+        communicates = x.requires_grad and plain.mesh.ep.size > 1
+        self.wgrads = OverlappedWgrads(plain.experts.weight1, beside_nccl=True) if communicates else None
 
     @staticmethod
     def set_routing(ways: list["AsyncAllToAll"], ids: Sequence[torch.Tensor]) -> None:
@@ -219,28 +234,28 @@ class AsyncAllToAll(TokenDispatch):
 
         ids int32 `[t, k]`
         """
-        first = ways[0]
+        plain = ways[0].plain
         for way, part in zip(ways, ids, strict=True):
-            way.ids, way.rows_each = part, way.capacity(len(part))
-            way.to_ranks = way.route_to_ranks(part, way.rows_each)
+            way.ids, way.rows_each = part, way.plain.capacity(len(part))
+            way.to_ranks = way.plain.route_to_ranks(part, way.rows_each)
             if way.rows_each is None:
-                most = len(part) * min(part.shape[1], way.mesh.ep.size)
+                most = len(part) * min(part.shape[1], way.plain.mesh.ep.size)
                 way.to_ranks = replace(way.to_ranks, source=way.to_ranks.source[:most])
-        if first.rows_each is not None:
+        if ways[0].rows_each is not None:
             return
-        ep, ranks, experts = first.mesh.ep, first.mesh.etp_ep, first.config.num_experts
+        ep, ranks, experts = plain.mesh.ep, plain.mesh.etp_ep, plain.config.num_experts
         sent = torch.stack([way.to_ranks.offsets.diff() for way in ways])  # rows for each ep rank
         copies = torch.stack([route(part, experts).counts for part in ids])
         every = all_gather(torch.cat((sent, copies), 1)[None], ranks)
         received, counts = every[:, :, ep.rank].t(), every[:, :, ep.size :].sum(0)
-        mine = padded(counts.view(len(ways), ep.size, -1)[:, ep.rank], first.experts.multiple)
+        mine = padded(counts.view(len(ways), ep.size, -1)[:, ep.rank], plain.experts.multiple)
         numbers = AsyncHostCopy(torch.cat((sent, received, mine), 1))
         for i, way in enumerate(ways):
             way.numbers = lambda i=i: numbers.read()[i]
 
     def sizes(self) -> tuple[list[int], list[int], list[int] | None]:
         """Rows sent to each ep rank, received from each of etp x ep, and experts' offsets; waits for them."""
-        ep, ranks = self.mesh.ep.size, self.mesh.etp_ep.size
+        ep, ranks = self.plain.mesh.ep.size, self.plain.mesh.etp_ep.size
         if self.rows_each is not None:
             rows = len(self.to_ranks.source) // ep
             return [rows] * ep, [rows] * ranks, None
@@ -249,45 +264,37 @@ class AsyncAllToAll(TokenDispatch):
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Arrived]:
         """Start to send tokens and probs fp32 `[t, k]` -> a function that finishes the dispatch."""
-        choices = self.pack_choices(probs, self.ids, self.to_ranks)
-        x = self.permute(self.x, self.to_ranks)
-        ep, etp = self.mesh.ep, self.mesh.etp
+        choices = self.plain.permute(pack_choices(probs, self.ids), self.to_ranks)
+        x = self.plain.permute(self.x, self.to_ranks)
+        ep, etp = self.plain.mesh.ep, self.plain.mesh.etp
         sent, received, ends = self.sizes()
         here = received[etp.rank :: etp.size]
-        self.over_ep = sent, here
-        self.over_etp = [sum(here)] * etp.size, [sum(received[i :: etp.size]) for i in range(etp.size)]
+        arrived = [sum(received[i :: etp.size]) for i in range(etp.size)]
+        self.over_ep = ExchangeSizes(sent, here)
+        self.over_etp = ExchangeSizes([sum(here)] * etp.size, arrived)
         self.to_ranks = replace(self.to_ranks, source=self.to_ranks.source[: sum(sent)])
         come = (
-            start_exchange(x, ep, *self.over_ep, beside(self.wgrads)),
+            start_exchange(x, ep, *self.over_ep, [self.wgrads.run] if self.wgrads else []),
             start_exchange(choices, ep, *self.over_ep),
         )
         return partial(self.finish_dispatch, come, ends)
 
     def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Arrived:
         """Wait for the rows, gather them over the etp ranks, and permute them to the order of experts."""
-        rows, choices = (finish() for finish in come)
-        size, etp = self.mesh.etp.size, self.mesh.etp
-        if size > 1:
-            rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
+        rows, choices = [self.plain.gather_over_etp(finish(), self.over_etp) for finish in come]
         self.probs, ids = unpack_choices(choices)
-        routing = self.route_to_experts(ids, self.rows_each)
-        ends = padded_ends(routing, self.local_experts) if ends is None else ends
+        routing = self.plain.route_to_experts(ids, self.rows_each)
+        ends = padded_ends(routing, self.plain.local_experts) if ends is None else ends
         self.routing = cut_to(routing, ends)
-        return self.permute(rows, self.routing), routing.offsets, ends
+        return self.plain.permute(rows, self.routing), routing.offsets, ends
 
-    def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
+    def start_combine(self, rows: torch.Tensor, recompute: list[Callable]) -> Finish:
         """Start to send rows `[r, h]` back -> a function that returns what `TokenDispatch.combine` does."""
-        (ep_sent, ep_received), (etp_sent, etp_received), etp = self.over_ep, self.over_etp, self.mesh.etp
-        y = self.unpermute(rows, self.routing, self.probs)
-        if etp.size > 1:
-            y = all_to_all(y, etp, etp_received, etp_sent).view(etp.size, etp_sent[0], y.shape[1]).sum(0)
-        arrive = start_exchange(y, self.mesh.ep, ep_received, ep_sent, recompute)
-        return lambda: self.unpermute(arrive(), self.to_ranks)
-
-
-def beside(wgrads: OverlappedWgrads | None) -> list[Callable]:
-    """The functions that the backward calls while the gradients of tokens are in flight."""
-    return [] if wgrads is None else [wgrads.run]
+        sent, received = self.over_ep
+        y = self.plain.unpermute(rows, self.routing, self.probs)
+        y = self.plain.scatter_over_etp(y, self.over_etp)
+        arrive = start_exchange(y, self.plain.mesh.ep, received, sent, recompute)
+        return lambda: self.plain.unpermute(arrive(), self.to_ranks)
 
 
 def padded_ends(routing: Routing, experts: int) -> list[int]:

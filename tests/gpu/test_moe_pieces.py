@@ -41,7 +41,7 @@ class Experts:
         self.first, self.dawdle = axes.ep.rank * (E // axes.ep.size), dawdle
         self.weight1 = torch.nn.Parameter(torch.zeros(1))
 
-    def __call__(self, rows, offsets, ends, prefetch=None):
+    def __call__(self, rows, offsets, ends):
         factors = torch.arange(len(offsets) - 1, device=rows.device) + self.first - 0.7 * E / 2
         factors = factors.repeat_interleave(offsets.diff(), output_size=ends[-1])[:, None].to(rows.dtype)
         return Dawdled.apply(Dawdled.apply(rows, self.dawdle) * factors / 8, self.dawdle)
