@@ -145,7 +145,8 @@ def set_up(
 
 def add_optimizer(run: Training, paths: Paths) -> None:
     """Put the gradients of the model into buckets and build its optimizer."""
-    lr_table = step_values(run.config, run.progress.samples_before, pick_schedules)
+    before = run.progress.samples_before
+    lr_table = step_values(pick_schedules(run.config, before), before)
     run.buckets, run.optimizer = build_optimizer(run.model, run.config, run.mesh, lr_table, paths)
     sharding = buckets_text(run.buckets)
     if sharding:

@@ -122,7 +122,8 @@ class PeerSide:
 
     def follow(self, config: Config) -> None:
         """Take the schedule of another configuration."""
-        self.data, self.rates = config.data, step_values(config, samples_before(config, 1), pick_schedules)[0]
+        table = samples_before(config, 1)
+        self.data, self.rates = config.data, step_values(pick_schedules(config, table), table)[0]
 
     def batches(self, loader: BatchLoader, first: int, count: int) -> list[torch.Tensor]:
         return [rows_of(loader.get(first + i)) for i in range(0, count, self.data.micro_batch_size)]

@@ -175,7 +175,9 @@ def test_whose_schedule(flags, kept, sources, tmp_path):
 
 def rates_of(run) -> list[float]:
     """The learning rate of each step, as the optimizer has it."""
-    return step_values(run.config, run.progress.samples_before, pick_schedules)[0]
+    return step_values(pick_schedules(run.config, run.progress.samples_before), run.progress.samples_before)[
+        0
+    ]
 
 
 def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: str, folder: str) -> dict:
