@@ -37,7 +37,7 @@ from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
-from nanomegatron.pick_variants import pick_loader
+from nanomegatron.pick_variants import build_loader
 from nanomegatron.pp import ModelChunks, execute, warm_up
 
 Numbers = dict[str, Any]  # 0-d tensors or floats by name
@@ -300,8 +300,7 @@ class Training:
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
     """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
-    make = pick_loader(config, mesh, eod, model.reads_tokens, model[0].padded_vocab_size)
-    return tuple(dataset and make(dataset) for dataset in datasets)
+    return tuple(dataset and build_loader(dataset, config, mesh, model, eod) for dataset in datasets)
 
 
 def warm_up_step(run: Training) -> None:
