@@ -60,18 +60,16 @@ def train_step(run: "Training") -> Numbers:
     return run.update(loss, numbers)
 
 
-def forward_step(
-    run: "Training", batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
-) -> "ForwardStep":
-    """Return the function that `pp.execute` runs on these microbatches.
+def forward_step(run: "Training", batches: list[Batch], total: torch.Tensor) -> "ForwardStep":
+    """Return the function that `pp.execute` runs on these microbatches; counts their tokens over dp_cp.
 
-    The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
+    The last stage adds the loss to total `[]`.
     """
     scale = run.optimizer.scaler.scale * run.buckets.loss_factor  # the latter: see dp.py
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
         aux_scale = scale / run.next_global_batch().tokens
-    return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
+    return ForwardStep(batches, run.config.run.seed, scale, token_count(run, batches), total, aux_scale)
 
 
 @dataclass
@@ -90,28 +88,13 @@ class ForwardStep:
     aux_scale: torch.Tensor | None = None
 
     def __call__(self, chunk: GPTModel, i: int) -> torch.Tensor:
-        batch = self.batches[i]
+        batch = replace(self.batches[i], dropout_seed=self.seed, aux_scale=self.aux_scale)
         if not chunk.post_process:
-            return forward_microbatch(chunk, batch, None, self.seed, self.aux_scale)
+            return chunk(batch)
         weights = batch.loss_mask * (self.scale / self.tokens)
-        loss = forward_microbatch(chunk, batch, weights, self.seed, self.aux_scale)
-        self.total.add_((loss.detach() * batch.loss_mask).sum() / self.tokens)
-        return (loss * weights).sum()
-
-
-def forward_microbatch(
-    chunk: GPTModel,
-    batch: Batch,
-    weights: torch.Tensor | None = None,
-    dropout_seed: int | None = None,
-    aux_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run a chunk: the last stage's loss of each token, fp32, or activations -> `[b, s]` or `[s, b, h]`
-
-    weights `[b, s]`: by which the caller multiplies the losses; aux_scale `[]`: that of router losses.
-    """
-    batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
-    return chunk(batch, batch.labels)
+        losses = chunk(replace(batch, loss_weights=weights), batch.labels)  # fp32 [b, s]
+        self.total.add_((losses.detach() * batch.loss_mask).sum() / self.tokens)
+        return (losses * weights).sum()
 
 
 def token_count(run: "Training", batches: list[Batch]) -> torch.Tensor | None:
@@ -268,7 +251,7 @@ class Training:
         Communicates the token count over dp_cp, and what the model and the pipeline do.
         """
         loss = torch.zeros((), device=self.mesh.device)
-        run_chunk = forward_step(self, batches, token_count(self, batches), loss)
+        run_chunk = forward_step(self, batches, loss)
         self.model.begin_step()
         self.execute(self.model, run_chunk, len(batches), self.message_shape)
         return loss
@@ -308,7 +291,7 @@ def warm_up_step(run: Training) -> None:
     batches = [run.data.loaders[0].get(run.progress.consumed_samples)]
     total = torch.zeros((), device=run.mesh.device)
     run.buckets.zero_grad_buffer(1)
-    run_chunk = forward_step(run, batches, token_count(run, batches), total)
+    run_chunk = forward_step(run, batches, total)
     warm_up(run.model, run_chunk, run.message_shape)
     run.buckets.finish_grad_sync()
     if run.model.scales is not None:

@@ -67,9 +67,9 @@ def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> lis
             if spoils:
                 run.buckets.params[0].main_grad.view(-1)[0] = value
 
-        def bad_loss(run, batches, tokens, total, value=value, spoils=spoils):
+        def bad_loss(run, batches, total, value=value, spoils=spoils):
             total.add_(value if spoils else 0.0)
-            return usual(run, batches, tokens, total)
+            return usual(run, batches, total)
 
         run.buckets.finish_grad_sync = bad_gradient if place == "gradient" else sync
         step_module.forward_step = bad_loss if place == "loss" else usual
