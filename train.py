@@ -196,9 +196,10 @@ def begin(run: Training) -> None:
 
 def launch_step(run: Training, reporter: Reporter) -> StepReport:
     """Launch a step; with --rerun-mode once more if its numbers are suspicious."""
+    limits = run.observers.find(Health).step_limits(run.progress.iteration + 1)
     if run.config.faults.rerun_mode == "validate_results":
-        return validated_step(run, partial(reporter.launch, train_step))
-    return reporter.launch(train_step)
+        return validated_step(run, partial(reporter.launch, train_step), limits)
+    return reporter.launch(train_step, limits)
 
 
 def count_skipped(run: Training) -> None:

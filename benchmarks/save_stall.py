@@ -78,7 +78,7 @@ def start(flags: str) -> Training:
 def step(run: Training) -> None:
     """One step, launched before the one before it is reported, as in train.py."""
     reporter = run.observers.find(Reporter)
-    report = reporter.launch(train.train_step)
+    report = train.launch_step(run, reporter)
     run.progress.iteration += 1
     reporter.advance(report)
 

@@ -160,7 +160,7 @@ class OurSide:
         run, reports = self.run, []
         reporter = run.observers.find(Reporter)
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
-            reports.append(reporter.launch(train.train_step))
+            reports.append(train.launch_step(self.run, reporter))
             run.progress.iteration += 1
             reporter.advance(reports[-1])
         reporter.flush()

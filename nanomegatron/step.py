@@ -36,7 +36,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer
+from nanomegatron.optim import NO_LIMITS, Optimizer, StepLimits
 from nanomegatron.pick_variants import build_loader
 from nanomegatron.pp import ModelChunks, execute, warm_up
 
@@ -44,20 +44,20 @@ Numbers = dict[str, Any]  # 0-d tensors or floats by name
 Kind = TypeVar("Kind")
 
 
-def train_step(run: "Training") -> Numbers:
+def train_step(run: "Training", limits: StepLimits = NO_LIMITS) -> Numbers:
     """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
 
-    Communicates the token count and the gradients over dp_cp; loss and the numbers of `before_sync` in one
-    all-reduce, and the gradient norm, over world; parameters if they are sharded; besides, what the model and
-    the pipeline communicate. The host waits for data, and in layers of experts
-    for numbers of rows.
+    limits: beyond which nothing is updated. Communicates the token count and the gradients over dp_cp; loss
+    and the numbers of `before_sync` in one all-reduce, and the gradient norm, over world; parameters if they
+    are sharded; besides, what the model and the pipeline communicate. The host waits for data, and in layers
+    of experts for numbers of rows.
     """
     batches = run.next_batches()
     run.buckets.zero_grad_buffer(len(batches))
     loss = run.forward_backward(batches)
     numbers = run.observers.before_sync()
     run.buckets.finish_grad_sync()
-    return run.update(loss, numbers)
+    return run.update(loss, numbers, limits)
 
 
 def forward_step(run: "Training", batches: list[Batch], total: torch.Tensor) -> "ForwardStep":
@@ -125,9 +125,9 @@ class GlobalBatch:
 
 
 class Observer:
-    """Looks on at a training, and changes no gradient. Its numbers are logged under their names.
+    """Looks on at a training: a step gives the same result without it. Its numbers are logged by name.
 
-    Of what decides an update only its limits are an observer's (`faults/health.py`).
+    It may end the run, with `Progress.stop` or by raising.
     """
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
@@ -273,12 +273,12 @@ class Training:
         total = comm.all_reduce_(torch.cat(parts), self.mesh.world)
         return dict(zip(("lm_loss", *on_device, *on_host), total, strict=True))
 
-    def update(self, loss: torch.Tensor, to_sum: Numbers) -> Numbers:
+    def update(self, loss: torch.Tensor, to_sum: Numbers, limits: StepLimits) -> Numbers:
         """Move scales, expert biases, parameters. loss, to_sum `[]`: this rank's -> numbers of the step."""
         numbers = self.observers.before_update()
         numbers |= self.over_world(loss, to_sum)
         self.model.end_step()
-        return numbers | vars(self.optimizer.step(numbers["lm_loss"]))
+        return numbers | vars(self.optimizer.step(numbers["lm_loss"], limits))
 
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:

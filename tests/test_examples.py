@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from nanomegatron.comm import all_gather
 from nanomegatron.mesh import World
 from nanomegatron.report.steps import Reporter
@@ -94,7 +95,7 @@ def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[to
     reporter = run.observers.find(Reporter)
     gradients = []
     for _ in range(2):
-        step = reporter.launch()
+        step = reporter.launch(train.train_step)
         run.progress.iteration += 1
         reporter.advance(step)
         gradients.append(all_gather(torch.cat(own)[None], run.mesh.world))

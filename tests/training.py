@@ -93,7 +93,7 @@ def numbers_of(numbers: dict) -> dict:
 def report_step(run) -> None:
     """One step, and at once its report."""
     reporter = run.observers.find(Reporter)
-    reporter.advance(reporter.launch(train.train_step))
+    reporter.advance(train.launch_step(run, reporter))
     reporter.advance(None)
 
 

@@ -21,6 +21,7 @@ from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.alive import small_state
 from nanomegatron.faults.health import BadSteps, Health, MachineFault
+from nanomegatron.optim import StepLimits
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.step import Training
 
@@ -28,7 +29,9 @@ BEFORE = 7  # steps before a spike whose samples are skipped, too
 MOST_ROLLBACKS = 3  # to the same checkpoint
 
 
-def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepReport:
+def validated_step(
+    run: Training, launch: Callable[[StepLimits], StepReport], limits: StepLimits
+) -> StepReport:
     """Launch a step, and once more if its numbers are suspicious; the host waits for the step.
 
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
@@ -40,17 +43,17 @@ def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepRepor
             bucket.grads.view(torch.int16).sum(dtype=torch.int64)
         )
     )
-    first = launch()
+    first = launch(limits)
     numbers = first.judged()
     if not health.suspicious(numbers):
         return first
     before, iteration = sums.copy(), run.progress.iteration + 1
     sums.clear()
     rewind()
-    health.lifted = run.config.faults.on_spike == "warn"
-    second = launch()
+    if run.config.faults.on_spike == "warn":
+        limits = limits._replace(loss_and_norm=None)  # a spike is updated this time
+    second = launch(limits)
     second.read()  # waits
-    health.lifted = False
     same = [torch.equal(a, b) for a, b in zip(before, sums, strict=True)]
     text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
     if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:

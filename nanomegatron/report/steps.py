@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.optim import NO_LIMITS, StepLimits
 from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.speed import machine_gpus, peak_memory, speed_of
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 from nanomegatron.report.trace_draw import write
 from nanomegatron.report.traffic import Traffic, ledger
-from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
+from nanomegatron.step import GlobalBatch, Numbers, Observer, Training
 
 FLAGS = ("signalled", "out_of_time", "save_failed", "save_published")  # numbers of ranks, that are not logged
 
@@ -111,12 +112,12 @@ class Reporter(Observer):
         gpus = machine_gpus(run.mesh) if run.mesh.rank == 0 else []
         self.energy = Energy(open_meter(gpus), run.mesh.world.size)
 
-    def launch(self, step: Callable[[Training], Numbers] = train_step) -> StepReport:
-        """Launch a step, with clocks around it and around its phases; the host does not wait for it."""
+    def launch(self, step: Callable[..., Numbers], limits: StepLimits = NO_LIMITS) -> StepReport:
+        """Launch step(run, limits), with clocks around it and its phases; the host does not wait for it."""
         self.timers.take()  # those of a step that is only looked at (faults/alive.py)
         clock = Clock(self.mesh.device)
         self.timers.phase("batch-generator", level=2)
-        numbers = step(self.run)
+        numbers = step(self.run, limits)
         self.timers.phase()
         if self.config.log_params_norm:
             numbers["params_norm"] = self.run.optimizer.params_norm()
