@@ -134,9 +134,9 @@ def set_up(
     add_optimizer(run, paths)
     add_observers(run, profile, signals, observers)
     executor = build_executor(config, paths, model, run.buckets, log.line)
-    run.execute = partial(executor, tracer=run.observers.find(Reporter).tracer)
+    run.execute = partial(executor, tracer=run.observer(Reporter).tracer)
     signals.check(mesh)
-    load_checkpoint(run, run.observers.find(Health))
+    load_checkpoint(run, run.observer(Health))
     if mesh.rank == 0:
         log.keep_settings(to_toml(config), progress.iteration)
     signals.check(mesh)
@@ -157,7 +157,7 @@ def train(run: Training) -> int:
     """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     progress = run.progress
-    reporter = run.observers.find(Reporter)
+    reporter = run.observer(Reporter)
     begin(run)
     with manual_gc(config) as collect:
         while progress.iteration < config.train_iters and not progress.stop:
@@ -172,7 +172,7 @@ def train(run: Training) -> int:
             collect(progress.iteration)
     reporter.flush()
     run.log.end_interval()
-    run.observers.find(Checkpoints).save_last()
+    run.observer(Checkpoints).save_last()
     return finish(run)
 
 
@@ -181,7 +181,7 @@ def begin(run: Training) -> None:
     config = run.config.run
     progress = run.progress
     run.log.begin(progress.iteration, config.train_iters)
-    run.observers.find(Checkpoints).saver.saved = progress.iteration
+    run.observer(Checkpoints).saver.saved = progress.iteration
     if progress.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
     elif run.model.on_gpu and run.mesh.pp.size > 1:
@@ -191,12 +191,12 @@ def begin(run: Training) -> None:
         stop_at_nan(run.model, run.buckets, run.mesh)
     missed = progress.evaluated < progress.iteration < config.train_iters
     if missed and due(config.eval_interval, progress.iteration):
-        evaluate(run, run.observers.find(Stops).now)  # it was due when a signal stopped the run
+        evaluate(run, run.observer(Stops).now)  # it was due when a signal stopped the run
 
 
 def launch_step(run: Training, reporter: Reporter) -> StepReport:
     """Launch a step; with --rerun-mode once more if its numbers are suspicious."""
-    limits = run.observers.find(Health).step_limits(run.progress.iteration + 1)
+    limits = run.observer(Health).step_limits(run.progress.iteration + 1)
     if run.config.faults.rerun_mode == "validate_results":
         return validated_step(run, partial(reporter.launch, train_step), limits)
     return reporter.launch(train_step, limits)
@@ -224,11 +224,11 @@ def do_what_is_due(run: Training, reporter: Reporter) -> None:
         progress.stop = f"--exit-interval {config.exit_interval}"
     if due(config.eval_interval, iteration) and iteration < config.train_iters:
         reporter.flush()
-        evaluate(run, run.observers.find(Stops).now)
-    run.observers.find(Checkpoints).save_if_due()
+        evaluate(run, run.observer(Stops).now)
+    run.observer(Checkpoints).save_if_due()
     if progress.stop or iteration == config.train_iters:
         reporter.flush()
-    if run.observers.find(Health).spike is not None:
+    if run.observer(Health).spike is not None:
         roll_back(run)
         if not progress.preempted:
             progress.stop = ""  # its step is due again

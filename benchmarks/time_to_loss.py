@@ -158,7 +158,7 @@ class OurSide:
 
     def steps(self, count: int) -> list[float]:
         run, reports = self.run, []
-        reporter = run.observers.find(Reporter)
+        reporter = run.observer(Reporter)
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
             reports.append(train.launch_step(self.run, reporter))
             run.progress.iteration += 1

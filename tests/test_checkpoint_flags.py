@@ -339,7 +339,7 @@ def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
     run = set_up(world, [*argv, "--save", str(root)], folder)
     for run.progress.iteration in (1, 2, 3):
         save_checkpoint(run)
-    run.observers.find(Checkpoints).saver.close()
+    run.observer(Checkpoints).saver.close()
     for step in (1, 2):
         shutil.copytree(root / f"iter_000000{step}", root / f"iter_000000{step}.old")
     (root / "iter_0000002/rank_00000.safetensors").write_text("cut")

@@ -92,7 +92,7 @@ def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[to
     own: list[torch.Tensor] = []
     run.buckets.before_reduce["test"] = lambda bucket: own.append(bucket.grads.double().clone())
     run.observers.insert(0, noise_scale(run))
-    reporter = run.observers.find(Reporter)
+    reporter = run.observer(Reporter)
     gradients = []
     for _ in range(2):
         step = reporter.launch(train.train_step)

@@ -37,7 +37,7 @@ def validated_step(
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
-    health = run.observers.find(Health)
+    health = run.observer(Health)
     run.buckets.before_reduce["again"] = lambda bucket: (
         sums.append(  # of the bits, which differs if one value does
             bucket.grads.view(torch.int16).sum(dtype=torch.int64)
@@ -74,12 +74,12 @@ def roll_back(run: Training) -> None:
 
     Raises BadSteps, on all ranks, if there is no checkpoint, or after MOST_ROLLBACKS from the same one.
     """
-    health = run.observers.find(Health)
+    health = run.observer(Health)
     spike = health.spike
     progress = run.progress
     skipped = progress.skipped_iterations
-    run.observers.find(Reporter).flush()
-    run.observers.find(Checkpoints).saver.finish()
+    run.observer(Reporter).flush()
+    run.observer(Checkpoints).saver.finish()
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
     if newest is None:

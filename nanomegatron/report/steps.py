@@ -21,7 +21,7 @@ from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 from nanomegatron.report.trace_draw import write
 from nanomegatron.report.traffic import Traffic, ledger
-from nanomegatron.step import GlobalBatch, Numbers, Observer, Training
+from nanomegatron.step import GlobalBatch, LocalNumbers, Numbers, Observer, Training
 
 FLAGS = ("signalled", "out_of_time", "save_failed", "save_published")  # numbers of ranks, that are not logged
 
@@ -139,7 +139,8 @@ class Reporter(Observer):
             return
         with self.mesh.observer.wait():
             before.read()
-        self.run.observers.after_step(before)
+        for observer in self.run.observers:
+            observer.after_step(before)
 
     def flush(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
@@ -154,7 +155,7 @@ class Reporter(Observer):
         self.tracer.begin(batch.iteration, model.plan(len(microbatches))[0], model.placed)
         self.timers.phase("forward-backward")
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         self.timers.phase("all-grads-sync")
         return {}
 
@@ -187,7 +188,6 @@ class Reporter(Observer):
         if not good:
             found["next_lr"] = found["lr"]  # a bad step holds the schedule
         vocab = self.run.model[0].padded_vocab_size
-        peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
         return {
             "iteration": batch.iteration,
             "consumed_samples": batch.end,
@@ -197,7 +197,7 @@ class Reporter(Observer):
             **self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0),
             "skipped": int(not good),
             "skipped_samples": self.run.progress.skipped_samples,
-            "peak_mem_gib": peak / 2**30,
+            "peak_mem_gib": (peak_memory(self.mesh.device) + self.run.buckets.shared_bytes) / 2**30,
         }
 
     def end(self) -> None:
