@@ -80,7 +80,7 @@ def step(run: Training) -> None:
     reporter = run.observer(Reporter)
     report = train.launch_step(run, reporter)
     run.progress.iteration += 1
-    reporter.advance(report)
+    reporter.report_previous(report)
 
 
 def timed_steps(run: Training, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:

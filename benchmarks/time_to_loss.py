@@ -162,7 +162,7 @@ class OurSide:
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
             reports.append(train.launch_step(self.run, reporter))
             run.progress.iteration += 1
-            reporter.advance(reports[-1])
+            reporter.report_previous(reports[-1])
         reporter.flush()
         return [report.read()["lm_loss"] for report in reports]
 

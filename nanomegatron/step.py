@@ -215,9 +215,9 @@ class Training:
     log: Any  # report.log.RunLog
     data: TrainingData
     model: ModelChunks
-    buckets: ParamAndGradBuckets | None
-    optimizer: Optimizer | None
     progress: Progress
+    buckets: ParamAndGradBuckets | None = None
+    optimizer: Optimizer | None = None
     execute: Callable[..., None] = execute  # `pp.execute`, or what launches CUDA graphs in its place
     observers: list[Observer] = field(default_factory=list)  # they get each event in this order
 

@@ -97,10 +97,10 @@ def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[to
     for _ in range(2):
         step = reporter.launch(train.train_step)
         run.progress.iteration += 1
-        reporter.advance(step)
+        reporter.report_previous(step)
         gradients.append(all_gather(torch.cat(own)[None], run.mesh.world))
         own.clear()
-    reporter.advance(None)
+    reporter.report_previous()
     return gradients, step.numbers["noise_scale"]
 
 

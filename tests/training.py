@@ -93,8 +93,8 @@ def numbers_of(numbers: dict) -> dict:
 def report_step(run) -> None:
     """One step, and at once its report."""
     reporter = run.observer(Reporter)
-    reporter.advance(train.launch_step(run, reporter))
-    reporter.advance(None)
+    reporter.report_previous(train.launch_step(run, reporter))
+    reporter.report_previous()
 
 
 def save_checkpoint(run) -> None:

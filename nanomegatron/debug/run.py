@@ -81,7 +81,7 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Training:
         model, config, mesh, step_values(pick_schedules(config, before), before), paths
     )
     data = TrainingData(tokenizer, datasets, loaders, [])
-    return Training(config, mesh, None, data, model, grads, optimizer, Progress(before))
+    return Training(config, mesh, None, data, model, Progress(before), grads, optimizer)
 
 
 @torch.no_grad()

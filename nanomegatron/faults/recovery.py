@@ -93,5 +93,7 @@ def roll_back(run: Training) -> None:
     load_checkpoint(run, health)
     around = range(max(newest, spike - BEFORE - 1) + 1, spike + 1)
     progress.skipped_iterations |= skipped | set(around)
+    if not progress.preempted:
+        progress.stop = ""  # a step that was to be the last is due again
     run.log.rewind(progress.iteration)
     run.log.warn(f"rolled back to step {newest}; the samples of steps {around[0]} to {spike} will be skipped")

@@ -131,20 +131,20 @@ class Reporter(Observer):
                     self.log.line(f"trace   {line}")
         return report
 
-    def advance(self, step: StepReport | None) -> None:
-        """Put a launched step in flight, None: none is; report the one before, and wait for that."""
-        before = self.pending
-        self.pending = step
-        if before is None:
+    def report_previous(self, launched: StepReport | None = None) -> None:
+        """Wait for the end of the step before `launched`, and report it; None: no step is behind it."""
+        previous = self.pending
+        self.pending = launched
+        if previous is None:
             return
         with self.mesh.observer.wait():
-            before.read()
+            previous.read()
         for observer in self.run.observers:
-            observer.after_step(before)
+            observer.after_step(previous)
 
     def flush(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
-        self.advance(None)
+        self.report_previous()
         self.energy.pause()
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:

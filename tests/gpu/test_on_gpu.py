@@ -155,12 +155,12 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     run = train.set_up(parsed, config, mesh, RunLog(tmp_path, config))
     run.log.begin(0, 8)
     reporter = run.observer(Reporter)
-    reporter.advance(train.launch_step(run, reporter))
+    reporter.report_previous(train.launch_step(run, reporter))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             run.progress.iteration += 1
-            reporter.advance(
+            reporter.report_previous(
                 train.launch_step(run, reporter)
             )  # waits for the step before, by an event
     finally:
