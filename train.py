@@ -52,7 +52,7 @@ from nanomegatron.launch.start import start_run
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init
-from nanomegatron.pick_fast_paths import Paths, install, paths_for
+from nanomegatron.pick_fast_paths import install, paths_for
 from nanomegatron.pick_variants import pick_schedules
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines, paths_text
 from nanomegatron.report.evaluate import evaluate
@@ -124,54 +124,49 @@ def set_up(
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
     data.loaders = build_loaders(config, mesh, model, data.datasets, data.tokenizer.eod)
-    run = Training(config, mesh, log, data, model, None, None, progress)
     if config.run.eval_only:
+        run = Training(config, mesh, log, data, model, progress)
         run.observers.append(Stops(run, signals))
         load_checkpoint(run, None)
         signals.check(mesh)
         return run
 
-    add_optimizer(run, paths)
+    lr_table = step_values(pick_schedules(config, progress.samples_before), progress.samples_before)
+    buckets, optimizer = build_optimizer(model, config, mesh, lr_table, paths)
+    sharding = buckets_text(buckets)
+    if sharding:
+        log.line(f"dp      {sharding}")
+    executor = build_executor(config, paths, model, buckets, log.line)
+    run = Training(config, mesh, log, data, model, progress, buckets, optimizer, executor)
     add_observers(run, profile, signals, observers)
-    executor = build_executor(config, paths, model, run.buckets, log.line)
-    run.run_schedule = partial(executor, tracer=run.observers.find(Reporter).tracer)
+    run.run_schedule = partial(executor, tracer=run.observer(Reporter).tracer)
     signals.check(mesh)
-    load_checkpoint(run, run.observers.find(Health))
+    load_checkpoint(run, run.observer(Health))
     if mesh.rank == 0:
         log.keep_settings(to_toml(config), progress.iteration)
     signals.check(mesh)
     return run
 
 
-def add_optimizer(run: Training, paths: Paths) -> None:
-    """Put the gradients of the model into buckets and build its optimizer."""
-    lr_table = step_values(run.config, run.progress.samples_before, pick_schedules)
-    run.buckets, run.optimizer = build_optimizer(run.model, run.config, run.mesh, lr_table, paths)
-    sharding = buckets_text(run.buckets)
-    if sharding:
-        run.log.line(f"dp      {sharding}")
-
-
 def train(run: Training) -> int:
     """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     progress = run.progress
-    reporter = run.observers.find(Reporter)
+    reporter = run.observer(Reporter)
     begin(run)
     with manual_gc(config) as collect:
         while progress.iteration < config.train_iters and not progress.stop:
-            iteration = progress.iteration + 1
-            skip = iteration in {*config.iterations_to_skip, *progress.skipped_iterations}
-            step = None if skip else launch_step(run, reporter)
-            progress.iteration = iteration
-            reporter.advance(step)
-            if skip:
-                count_skipped(run)
+            if progress.iteration + 1 in {*config.iterations_to_skip, *progress.skipped_iterations}:
+                skip_step(run, reporter)
+            else:
+                step = launch_step(run, reporter)
+                progress.iteration += 1
+                reporter.report_previous(step)
             do_what_is_due(run, reporter)
             collect(progress.iteration)
     reporter.flush()
     run.log.end_interval()
-    run.observers.find(Checkpoints).save_last()
+    run.observer(Checkpoints).save_last()
     return finish(run)
 
 
@@ -180,7 +175,7 @@ def begin(run: Training) -> None:
     config = run.config.run
     progress = run.progress
     run.log.begin(progress.iteration, config.train_iters)
-    run.observers.find(Checkpoints).saver.saved = progress.iteration
+    run.observer(Checkpoints).saver.saved = progress.iteration
     if progress.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {progress.iteration} is done; --train-iters goes further")
     elif run.mesh.device.type == "cuda" and run.mesh.pp.size > 1:
@@ -190,23 +185,26 @@ def begin(run: Training) -> None:
         stop_at_nan(run.model, run.buckets, run.mesh)
     missed = progress.evaluated < progress.iteration < config.train_iters
     if missed and due(config.eval_interval, progress.iteration):
-        evaluate(run, run.observers.find(Stops).now)  # it was due when a signal stopped the run
+        evaluate(run, run.observer(Stops).now)  # it was due when a signal stopped the run
 
 
 def launch_step(run: Training, reporter: Reporter) -> StepReport:
     """Launch a step; with --rerun-mode once more if its numbers are suspicious."""
+    limits = run.observer(Health).step_limits(run.progress.iteration + 1)
     if run.config.faults.rerun_mode == "validate_results":
-        return validated_step(run, partial(reporter.launch, train_step))
-    return reporter.launch(train_step)
+        return validated_step(run, partial(reporter.launch, train_step), limits)
+    return reporter.launch(train_step, limits)
 
 
-def count_skipped(run: Training) -> None:
-    """Count the samples of an iteration that was skipped (--iterations-to-skip, or by a rollback)."""
+def skip_step(run: Training, reporter: Reporter) -> None:
+    """Leave the samples of an iteration unread (--iterations-to-skip, or after a rollback)."""
     progress = run.progress
-    iteration = progress.iteration
-    unread = progress.samples_before[iteration] - progress.samples_before[iteration - 1]
+    consumed = progress.consumed_samples
+    progress.iteration += 1
+    reporter.report_previous()
+    unread = progress.consumed_samples - consumed
     progress.skipped_samples += unread
-    run.log.line(f"skipped step {iteration}, {unread} samples unread")
+    run.log.line(f"skipped step {progress.iteration}, {unread} samples unread")
 
 
 def do_what_is_due(run: Training, reporter: Reporter) -> None:
@@ -222,14 +220,12 @@ def do_what_is_due(run: Training, reporter: Reporter) -> None:
         progress.stop = f"--exit-interval {config.exit_interval}"
     if due(config.eval_interval, iteration) and iteration < config.train_iters:
         reporter.flush()
-        evaluate(run, run.observers.find(Stops).now)
-    run.observers.find(Checkpoints).save_if_due()
+        evaluate(run, run.observer(Stops).now)
+    run.observer(Checkpoints).save_if_due()
     if progress.stop or iteration == config.train_iters:
         reporter.flush()
-    if run.observers.find(Health).spike is not None:
+    if run.observer(Health).spike is not None:
         roll_back(run)
-        if not progress.preempted:
-            progress.stop = ""  # its step is due again
 
 
 if __name__ == "__main__":

@@ -77,10 +77,10 @@ def start(flags: str) -> Training:
 
 def step(run: Training) -> None:
     """One step, launched before the one before it is reported, as in train.py."""
-    reporter = run.observers.find(Reporter)
-    report = reporter.launch(train.train_step)
+    reporter = run.observer(Reporter)
+    report = train.launch_step(run, reporter)
     run.progress.iteration += 1
-    reporter.advance(report)
+    reporter.report_previous(report)
 
 
 def timed_steps(run: Training, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:
@@ -156,19 +156,19 @@ def measure_plain(folder: Path, flags: str, size: int) -> dict[str, Any]:
 def measure_async(folder: Path, flags: str, _: int) -> dict[str, Any]:
     """The first save after the start."""
     run, began = start(f"{flags} --async-save --save {folder}/ckpt"), time.perf_counter()
-    run.observers.find(Checkpoints).saver.writer.buffer.ready.result()
+    run.observer(Checkpoints).saver.writer.buffer.ready.result()
     prepared = time.perf_counter() - began
     timed_steps(run, WARM)
     before, begin = timed_steps(run, BEFORE), time.perf_counter()
-    run.observers.find(Checkpoints).save()
+    run.observer(Checkpoints).save()
     begun = time.perf_counter() - begin
-    after = timed_steps(run, MOST, run.observers.find(Checkpoints).saver.writer.published.done)
-    run.observers.find(Checkpoints).saver.finish()
+    after = timed_steps(run, MOST, run.observer(Checkpoints).saver.writer.published.done)
+    run.observer(Checkpoints).saver.finish()
     write_s = time.perf_counter() - begin
-    target = folder / "ckpt" / f"iter_{run.observers.find(Checkpoints).saver.saved:07d}"
+    target = folder / "ckpt" / f"iter_{run.observer(Checkpoints).saver.saved:07d}"
     shard = {target / rank_file("sharded", 0): read_manifest(target).files[0]}
     check_s = seconds(lambda: verify_files(shard, THREADS))
-    run.observers.find(Checkpoints).saver.close()
+    run.observer(Checkpoints).saver.close()
     times = {"prepare_s": prepared, "write_s": write_s, "check_s": check_s}
     return {"bytes": size_of(target), **times, **stall(before, begun, after)}
 
@@ -177,9 +177,9 @@ def measure_sync(folder: Path, flags: str, _: int) -> dict[str, Any]:
     """The save, and loads of all that it holds."""
     run = start(f"{flags} --no-async-save --save {folder}/ckpt")
     timed_steps(run, WARM)
-    write_s = seconds(lambda: run.observers.find(Checkpoints).save())
+    write_s = seconds(lambda: run.observer(Checkpoints).save())
     found = {"bytes": size_of(folder / "ckpt"), "write_s": write_s}
-    pieces = run.observers.find(Checkpoints).pieces()
+    pieces = run.observer(Checkpoints).pieces()
     drop_cache(folder)
     for name in ("load_s", "load_cached_s"):
         found[name] = seconds(lambda: load(f"{folder}/ckpt", pieces, run.mesh))
@@ -192,11 +192,11 @@ def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     timed_steps(run, WARM)
     before = timed_steps(run, BEFORE)
-    run.observers.find(Reporter).flush()
+    run.observer(Reporter).flush()
     run.buckets.wait_params()
     state = {
         f"{i} {piece.key}": piece.data
-        for i, piece in enumerate(run.observers.find(Checkpoints).pieces())
+        for i, piece in enumerate(run.observer(Checkpoints).pieces())
         if piece.owner
     }
     begin = time.perf_counter()
@@ -229,11 +229,11 @@ def measure_trace(folder: Path, flags: str, _: int) -> dict[str, Any]:
     host: ops and calls of CUDA that take 20 ms.
     """
     run = start(f"{flags} --async-save --save {folder}/ckpt")
-    run.observers.find(Checkpoints).saver.writer.buffer.ready.result()
+    run.observer(Checkpoints).saver.writer.buffer.ready.result()
     timed_steps(run, WARM)
     with torch.profiler.profile() as profile:
         with torch.profiler.record_function("save"):
-            run.observers.find(Checkpoints).save()
+            run.observer(Checkpoints).save()
         timed_steps(run, LEAST)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

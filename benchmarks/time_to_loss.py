@@ -122,7 +122,8 @@ class PeerSide:
 
     def follow(self, config: Config) -> None:
         """Take the schedule of another configuration."""
-        self.data, self.rates = config.data, step_values(config, samples_before(config, 1), pick_schedules)[0]
+        table = samples_before(config, 1)
+        self.data, self.rates = config.data, step_values(pick_schedules(config, table), table)[0]
 
     def batches(self, loader: BatchLoader, first: int, count: int) -> list[torch.Tensor]:
         return [rows_of(loader.get(first + i)) for i in range(0, count, self.data.micro_batch_size)]
@@ -157,11 +158,11 @@ class OurSide:
 
     def steps(self, count: int) -> list[float]:
         run, reports = self.run, []
-        reporter = run.observers.find(Reporter)
+        reporter = run.observer(Reporter)
         for _ in range(count):  # as in train.train: a step's numbers are read while the next is in flight
-            reports.append(reporter.launch(train.train_step))
+            reports.append(train.launch_step(self.run, reporter))
             run.progress.iteration += 1
-            reporter.advance(reports[-1])
+            reporter.report_previous(reports[-1])
         reporter.flush()
         return [report.read()["lm_loss"] for report in reports]
 

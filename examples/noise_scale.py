@@ -18,7 +18,7 @@ import torch
 import train
 from nanomegatron.launch.start import start_run
 from nanomegatron.mesh import World
-from nanomegatron.step import Numbers, Observer, Training
+from nanomegatron.step import LocalNumbers, Observer, Training
 
 DECAY = 0.9  # of the averages over steps
 
@@ -36,7 +36,7 @@ class NoiseScale(Observer):
         self.ranks = mesh.dp.size
         self.averages = [0.0, 0.0]
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         """Square this rank's own gradient, of which the step's is the sum."""
         scale = self.run.optimizer.scaler.scale * self.run.buckets.loss_factor
         squares = [bucket.grads.float().square().sum() for bucket in self.run.buckets.all]

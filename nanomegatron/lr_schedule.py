@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nanomegatron.config.settings import Config, PrecisionConfig
+from nanomegatron.config.settings import Config, OptimizerConfig, PrecisionConfig
 
 STYLES = ("constant", "linear", "cosine")  # of --lr-decay-style
-Schedules = list[Callable[[int], float]]
+Schedules = list[Callable[[int], float]]  # each: samples before a step -> the step's value
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,8 @@ class Schedule:
     def from_config(cls, config: Config, samples_before: Sequence[int]) -> "Schedule":
         """The schedule of a run; samples_before: before each iteration, and after the last."""
         opt = config.optimizer
-        decay = opt.lr_decay_samples or config.run.train_samples or samples_before[-1]
-        if opt.lr_decay_iters:
-            decay = samples_of(opt.lr_decay_iters, samples_before)
-        warmup = opt.lr_warmup_samples or samples_of(opt.lr_warmup_iters, samples_before)
-        if opt.lr_warmup_fraction is not None:
-            warmup = opt.lr_warmup_fraction * decay
+        decay = decay_samples(config, samples_before)
+        warmup = warmup_samples(opt, samples_before, decay)
         return cls(opt.lr_decay_style, opt.lr, opt.min_lr, opt.lr_warmup_init, warmup, decay)
 
     def at(self, samples: int) -> float:
@@ -61,6 +57,23 @@ class Schedule:
         return self.min_lr + remaining * (self.lr - self.min_lr)
 
 
+def decay_samples(config: Config, samples_before: Sequence[int]) -> int:
+    """Return the length of warm-up and decay together: as given, else that of the run."""
+    opt = config.optimizer
+    if opt.lr_decay_iters:
+        return samples_of(opt.lr_decay_iters, samples_before)
+    return opt.lr_decay_samples or config.run.train_samples or samples_before[-1]
+
+
+def warmup_samples(opt: OptimizerConfig, samples_before: Sequence[int], decay: int) -> float:
+    """Return the length of the warm-up. decay: the result of `decay_samples`."""
+    if opt.lr_warmup_fraction is not None:
+        return opt.lr_warmup_fraction * decay
+    if opt.lr_warmup_samples:
+        return opt.lr_warmup_samples
+    return samples_of(opt.lr_warmup_iters, samples_before)
+
+
 def samples_of(iterations: int, samples_before: Sequence[int]) -> int:
     """Samples of the first `iterations`; those beyond the last in `samples_before` have full batches."""
     beyond = iterations - (len(samples_before) - 1)
@@ -75,29 +88,25 @@ def cosine(share: float) -> float:
     return 0.5 * (math.cos(math.pi * share) + 1.0)
 
 
-def schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
+def make_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
 
     samples_before: the samples before each step of the run, and after its last one. Here both rates are the
-    same and the decay is constant. Raises ValueError where `pick_variants.pick_schedules` has to pick others.
+    same and the decay is constant. Raises ValueError for flags of `pick_variants.pick_schedules` alone.
     """
     opt = config.optimizer
     rates_differ = opt.decoupled_lr is not None
     decay_grows = opt.weight_decay_incr_style != "constant"
     other_style = opt.lr_decay_style not in STYLES
     if rates_differ or decay_grows or other_style:
-        raise ValueError("these are schedules of variants/: give step_values pick_variants.pick_schedules")
+        raise ValueError("these are schedules of variants/: take pick_variants.pick_schedules")
     schedule = Schedule.from_config(config, samples_before)
     return [schedule.at, schedule.at, lambda samples: opt.weight_decay]
 
 
-def step_values(
-    config: Config,
-    samples_before: Sequence[int],
-    schedules: Callable[[Config, Sequence[int]], Schedules] = schedules,
-) -> list[list[float]]:
-    """Return the values of `schedules` for each step, and for one step more: `[3][steps + 1]`"""
-    return [[at(samples) for samples in samples_before] for at in schedules(config, samples_before)]
+def step_values(schedules: Schedules, samples_before: Sequence[int]) -> list[list[float]]:
+    """Return the values of three schedules for each step, and for one step more: `[3][steps + 1]`"""
+    return [[schedule(samples) for samples in samples_before] for schedule in schedules]
 
 
 class LossScaler:

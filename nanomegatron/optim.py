@@ -141,17 +141,23 @@ class StepStats:
     part_norms: torch.Tensor
 
 
+class StepLimits(NamedTuple):
+    """What a step must keep to, besides a finite loss and gradient norm; else it is bad."""
+
+    loss_and_norm: torch.Tensor | None = None  # fp64 [2], on the device: neither may be above
+    finite_states: bool = False  # main parameters and moments must be finite, too
+
+
+NO_LIMITS = StepLimits()
+
+
 class Optimizer:
     """Clips by the global norm, scales and schedules, and updates this rank's shards of all buckets.
 
     lr_table: `step_values`, three numbers for each step of the run and for one step more. Norms count each
     part of a parameter once, on the rank that saves it; so one all-reduce of a number over all ranks is
     correct for dense parameters and for experts. A step gathers the parameters if they are sharded.
-    limits `[2]`, of loss and gradient norm: a step above is not good. checks_states: a step is good only if
-    main parameters and moments are finite, too. `faults/health.py` sets both.
     """
-
-    checks_states = False
 
     def __init__(
         self,
@@ -171,7 +177,7 @@ class Optimizer:
         following = [*lr_table[0][1:], lr_table[0][-1]]
         self.lr_table = torch.tensor([*lr_table, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        self.limits = torch.full((2,), FLOAT_MAX, dtype=torch.float64, device=device)  # loss, gradient norm
+        self.largest_finite = torch.full((2,), FLOAT_MAX, dtype=torch.float64, device=device)
         self.grads = [shard.bucket.grad_shard for shard in self.shards]
         pieces = [piece for _, piece in buckets.slices()]
         self.part_names = [piece.part.name for piece in pieces]
@@ -180,7 +186,7 @@ class Optimizer:
         ranges = [[(p.start, p.stop, 0) for p in reversed(shard.bucket.slices)] for shard in self.shards]
         self.segments = [Segments.from_ranges(of_shard, device) for of_shard in ranges]
 
-    def step(self, loss: torch.Tensor) -> StepStats:
+    def step(self, loss: torch.Tensor, limits: StepLimits = NO_LIMITS) -> StepStats:
         """Update the parameters from the summed gradients, if the step is good.
 
         loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
@@ -188,11 +194,12 @@ class Optimizer:
         """
         squares = self._squares(self.grads)
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
-        if self.checks_states:
+        if limits.finite_states:
             total = total.masked_fill(self.not_finite(), math.nan)
         norm = (self._norm(total) / self.scaler.scale).float()
 
-        good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
+        most = self.largest_finite if limits.loss_and_norm is None else limits.loss_and_norm
+        good = (torch.stack((loss, norm)).abs() <= most).all().float()
         factor = self._clip_factor(norm)
 
         index = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)

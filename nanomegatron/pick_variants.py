@@ -25,6 +25,7 @@ from nanomegatron.layers import OutputLayer
 from nanomegatron.lr_schedule import Schedule, Schedules
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.attention import Mask
+from nanomegatron.pp import ModelChunks
 from nanomegatron.router import Router
 from nanomegatron.variants.cp_documents import shard_documents
 from nanomegatron.variants.cp_hierarchy import TwoLevels
@@ -95,22 +96,20 @@ def pick_router(router: Router) -> None:
         router.choose_experts = sinkhorn_routing
     if config.moe_expert_capacity_factor:
         router.drop = drop
+    if "seq_aux_loss" in router.losses:
+        router.loss_functions = router.loss_functions | {"seq_aux_loss": seq_aux_loss}
     if "global_aux_loss" in router.losses:
+        router.loss_functions = router.loss_functions | {"global_aux_loss": global_aux_loss}
         add_global_counts(router)
-    router.loss_functions = {
-        **router.loss_functions,
-        "seq_aux_loss": seq_aux_loss,
-        "global_aux_loss": global_aux_loss,
-    }
 
 
 def build_schedule(config: Config, samples_before: Sequence[int]) -> Schedule:
-    """Return the schedule of the learning rate. samples_before: as in `lr_schedule.schedules`."""
+    """Return the schedule of the learning rate. samples_before: as in `lr_schedule.make_schedules`."""
     return LR_STYLES.get(config.optimizer.lr_decay_style, Schedule).from_config(config, samples_before)
 
 
 def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
-    """Return what `lr_schedule.schedules` does, for all settings."""
+    """Return what `lr_schedule.make_schedules` does, for all settings."""
     optimizer = config.optimizer
     schedule = vocabulary = build_schedule(config, samples_before)
     if optimizer.decoupled_lr is not None:
@@ -133,26 +132,19 @@ def pick_dataset(data: DataConfig) -> type[Samples]:
     return DocumentDataset if data.variable_seq_lengths else GPTDataset
 
 
-def pick_loader(
-    config: Config, mesh: Mesh, eod: int, reads_tokens: bool, padded_vocab_size: int
-) -> Callable[[Any], BatchLoader | PackLoader]:
-    """Return what makes the loader of this rank's microbatches of a dataset. config: resolved."""
+def build_loader(
+    dataset: Any, config: Config, mesh: Mesh, model: ModelChunks, eod: int
+) -> BatchLoader | PackLoader:
+    """Make the loader of this rank's microbatches of a dataset. config: resolved."""
     shard = batch_sharding(config)
     if config.data.variable_seq_lengths:
-        return partial(
-            PackLoader,
-            config=config,
-            eod=eod,
-            mesh=mesh,
-            padded_vocab_size=padded_vocab_size,
-            shard=shard,
-        )
-    return partial(
-        BatchLoader,
-        data=config.data,
-        eod=eod,
-        dp=mesh.dp,
-        device=mesh.device,
-        tokens_too=reads_tokens,
+        return PackLoader(dataset, config, eod, mesh, model[0].padded_vocab_size, shard)
+    return BatchLoader(
+        dataset,
+        config.data,
+        eod,
+        mesh.dp,
+        mesh.device,
+        tokens_too=model.reads_tokens,
         shard=partial(shard, axis=mesh.cp),
     )

@@ -10,16 +10,16 @@ The loss is the mean over the unmasked tokens of the whole global batch, however
 microbatches: each token's loss is weighted by mask / tokens, with the tokens of dp x cp counted beforehand.
 Packs of documents are another kind of microbatch; ranks may have different numbers (`variants/`).
 
-What only looks on (log, timers, trace, statistics, health) is an `Observer`, and stands nowhere in the step:
+What only looks on (log, timers, trace, statistics, health) is an `Observer`:
 
     next_batches                 read this rank's microbatches
                                                                     before_step
     forward_backward             the loss and this rank's gradients
-                                                                    before_sync
+                                                                    before_sync -> numbers of this rank
     finish_grad_sync             gradients summed over replicas
-                                                                    before_update
-    update                       one all-reduce for loss and what before_sync returned; scales and biases;
-                                 the optimizer
+                                                                    before_update -> numbers of all ranks
+    sum_over_world               one all-reduce, of the loss and of what before_sync returned
+    end_step, Optimizer.step     move scales, expert biases, parameters
                                                                     after_step, a step later; end
 """
 
@@ -36,42 +36,51 @@ from nanomegatron.config.settings import Config
 from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer
-from nanomegatron.pick_variants import pick_loader
+from nanomegatron.optim import NO_LIMITS, Optimizer, StepLimits
+from nanomegatron.pick_variants import build_loader
 from nanomegatron.pp import ModelChunks, run_schedule, warm_up
 
-Numbers = dict[str, Any]  # 0-d tensors or floats by name
+Numbers = dict[str, torch.Tensor]  # on the device, by name; the same on every rank
+LocalNumbers = dict[str, torch.Tensor | float]  # of this rank: 0-d tensors on the device, or floats
 Kind = TypeVar("Kind")
 
 
-def train_step(run: "Training") -> Numbers:
+def train_step(run: "Training", limits: StepLimits = NO_LIMITS) -> Numbers:
     """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
 
-    Communicates the token count and the gradients over dp_cp; loss and the numbers of `before_sync` in one
-    all-reduce, and the gradient norm, over world; parameters if they are sharded; besides, what the model and
-    the pipeline communicate. The host waits for data, and in layers of experts
-    for numbers of rows.
+    limits: beyond which nothing is updated. Communicates the token count and the gradients over dp_cp; loss
+    and the numbers of `before_sync` in one all-reduce, and the gradient norm, over world; parameters if they
+    are sharded; besides, what the model, the pipeline and observers communicate. The host waits for data,
+    and in layers of experts for numbers of rows.
     """
     batches = run.next_batches()
     run.buckets.zero_grad_buffer(len(batches))
     loss = run.forward_backward(batches)
-    numbers = run.observers.before_sync()
+
+    to_sum: LocalNumbers = {"lm_loss": loss}
+    for observer in run.observers:
+        to_sum |= observer.before_sync()
     run.buckets.finish_grad_sync()
-    return run.update(loss, numbers)
+
+    numbers: Numbers = {}
+    for observer in run.observers:
+        numbers |= observer.before_update()
+    numbers |= sum_over_world(run.mesh, to_sum)
+    run.model.end_step()
+    stats = run.optimizer.step(numbers["lm_loss"], limits)
+    return numbers | vars(stats)
 
 
-def forward_step(
-    run: "Training", batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
-) -> "ForwardStep":
-    """Return the function that `pp.run_schedule` runs on these microbatches.
+def forward_step(run: "Training", batches: list[Batch], total: torch.Tensor) -> "ForwardStep":
+    """Return the function that `pp.run_schedule` runs on these microbatches; counts their tokens over dp_cp.
 
-    The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
+    The last stage adds the loss to total `[]`.
     """
     scale = run.optimizer.scaler.scale * run.buckets.loss_factor  # the latter: see dp.py
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
         aux_scale = scale / run.next_global_batch().tokens
-    return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
+    return ForwardStep(batches, run.config.run.seed, scale, token_count(run, batches), total, aux_scale)
 
 
 @dataclass
@@ -90,28 +99,13 @@ class ForwardStep:
     aux_scale: torch.Tensor | None = None
 
     def __call__(self, chunk: GPTModel, i: int) -> torch.Tensor:
-        batch = self.batches[i]
+        batch = replace(self.batches[i], dropout_seed=self.seed, aux_scale=self.aux_scale)
         if not chunk.post_process:
-            return forward_microbatch(chunk, batch, None, self.seed, self.aux_scale)
+            return chunk(batch)
         weights = batch.loss_mask * (self.scale / self.tokens)
-        loss = forward_microbatch(chunk, batch, weights, self.seed, self.aux_scale)
-        self.total.add_((loss.detach() * batch.loss_mask).sum() / self.tokens)
-        return (loss * weights).sum()
-
-
-def forward_microbatch(
-    chunk: GPTModel,
-    batch: Batch,
-    weights: torch.Tensor | None = None,
-    dropout_seed: int | None = None,
-    aux_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run a chunk: the last stage's loss of each token, fp32, or activations -> `[b, s]` or `[s, b, h]`
-
-    weights `[b, s]`: by which the caller multiplies the losses; aux_scale `[]`: that of router losses.
-    """
-    batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
-    return chunk(batch, batch.labels)
+        losses = chunk(replace(batch, loss_weights=weights), batch.labels)  # fp32 [b, s]
+        self.total.add_((losses.detach() * batch.loss_mask).sum() / self.tokens)
+        return (losses * weights).sum()
 
 
 def token_count(run: "Training", batches: list[Batch]) -> torch.Tensor | None:
@@ -120,6 +114,18 @@ def token_count(run: "Training", batches: list[Batch]) -> torch.Tensor | None:
         return None
     local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
     return comm.all_reduce_(local, run.mesh.dp_cp).clamp(min=1)
+
+
+def sum_over_world(mesh: Mesh, local: LocalNumbers) -> Numbers:
+    """Sum numbers over all ranks, in one all-reduce. local: this rank's.
+
+    Floats get to the device in one copy, for which the host does not wait.
+    """
+    floats = {name: x for name, x in local.items() if not isinstance(x, torch.Tensor)}
+    host = torch.tensor([*floats.values()], dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
+    copied = dict(zip(floats, host.to(mesh.device, non_blocking=True), strict=True))
+    values = [x.float() for x in (local | copied).values()]
+    return dict(zip(local, comm.all_reduce_(torch.stack(values), mesh.world), strict=True))
 
 
 @dataclass(frozen=True)
@@ -142,25 +148,25 @@ class GlobalBatch:
 
 
 class Observer:
-    """Looks on at a training, and changes no gradient. Its numbers are logged under their names.
+    """Looks on at a training: a step gives the same result without it. Its numbers are logged by name.
 
-    Of what decides an update only its limits are an observer's (`faults/health.py`).
+    It may end the run, with `Progress.stop` or by raising.
     """
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
         """This rank's microbatches are read; nothing of the step is launched."""
 
-    def before_sync(self) -> Numbers:
-        """Gradients are complete, unless they were summed sooner -> what to sum over all ranks with the loss.
+    def before_sync(self) -> LocalNumbers:
+        """Gradients are complete, unless they were summed sooner -> numbers to sum over all ranks, by name
 
-        Floats or 0-d tensors; the same names on every rank.
+        The step sums them, with the loss: every rank gives the same names.
         """
         return {}
 
     def before_update(self) -> Numbers:
-        """Gradients are summed over their replicas, nothing is updated -> further numbers, tensors `[...]`
+        """Gradients are summed over their replicas, nothing is updated -> numbers that need no sum `[...]`
 
-        They are logged as they are: an observer communicates here what it needs of other ranks.
+        An observer itself communicates here what it needs of other ranks.
         """
         return {}
 
@@ -169,32 +175,6 @@ class Observer:
 
     def end(self) -> None:
         """The training has ended; not called if it has failed."""
-
-
-class Observers(list[Observer]):
-    """The observers of a training, in the order in which they get its events."""
-
-    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
-        for observer in self:
-            observer.before_step(batch, microbatches)
-
-    def before_sync(self) -> Numbers:
-        return {name: x for observer in self for name, x in observer.before_sync().items()}
-
-    def before_update(self) -> Numbers:
-        return {name: x for observer in self for name, x in observer.before_update().items()}
-
-    def after_step(self, step: Any) -> None:
-        for observer in self:
-            observer.after_step(step)
-
-    def end(self) -> None:
-        for observer in self:
-            observer.end()
-
-    def find(self, kind: type[Kind]) -> Kind:
-        """Return the observer of this class."""
-        return next(observer for observer in self if isinstance(observer, kind))
 
 
 @dataclass
@@ -235,11 +215,15 @@ class Training:
     log: Any  # report.log.RunLog
     data: TrainingData
     model: ModelChunks
-    buckets: ParamAndGradBuckets | None
-    optimizer: Optimizer | None
     progress: Progress
+    buckets: ParamAndGradBuckets | None = None
+    optimizer: Optimizer | None = None
     run_schedule: Callable[..., None] = run_schedule  # or what launches CUDA graphs in its place
-    observers: Observers = field(default_factory=Observers)
+    observers: list[Observer] = field(default_factory=list)  # they get each event in this order
+
+    def observer(self, kind: type[Kind]) -> Kind:
+        """Return the observer of this class."""
+        return next(observer for observer in self.observers if isinstance(observer, kind))
 
     def next_global_batch(self) -> GlobalBatch:
         """Return the global batch of the next iteration."""
@@ -259,19 +243,21 @@ class Training:
         torch.manual_seed(seed)  # dropout of the fused kernels
         batch = self.next_global_batch()
         microbatches = self.read(batch)
-        self.observers.before_step(batch, microbatches)
+        for observer in self.observers:
+            observer.before_step(batch, microbatches)
         return microbatches
 
     def forward_backward(self, batches: list[Batch]) -> torch.Tensor:
-        """Run forward and backward of all microbatches -> the loss `[]`, on the last stage.
+        """Run forward and backward of all microbatches -> this rank's part of the loss `[]`
 
-        Communicates the token count over dp_cp, and what the model and the pipeline do.
+        The parts of all ranks add up to it: tp ranks of the last stage have the same one, which one of them
+        returns. Communicates the token count over dp_cp, and what the model and the pipeline do.
         """
         loss = torch.zeros((), device=self.mesh.device)
-        run_chunk = forward_step(self, batches, token_count(self, batches), loss)
+        run_chunk = forward_step(self, batches, loss)
         self.model.begin_step()
         self.run_schedule(self.model, run_chunk, len(batches), self.message_shape)
-        return loss
+        return loss if self.model.is_loss_rank else torch.zeros_like(loss)
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
@@ -279,29 +265,10 @@ class Training:
         data = self.config.data
         return self.model.shape(data.seq_length // self.mesh.cp.size, data.micro_batch_size)
 
-    def over_world(self, loss: torch.Tensor, numbers: Numbers) -> Numbers:
-        """Sum loss `[]`, counted once per dp_cp rank, and numbers `[]` over all ranks, in one all-reduce."""
-        local = loss if self.model.is_loss_rank else torch.zeros_like(loss)
-        on_device = {name: x for name, x in numbers.items() if isinstance(x, torch.Tensor)}
-        on_host = {name: float(x) for name, x in numbers.items() if name not in on_device}
-        host = torch.tensor([*on_host.values()], dtype=torch.float32, pin_memory=loss.is_cuda)
-        parts = [x.float()[None] for x in (local, *on_device.values())]
-        parts.append(host.to(loss.device, non_blocking=True))
-        total = comm.all_reduce_(torch.cat(parts), self.mesh.world)
-        return dict(zip(("lm_loss", *on_device, *on_host), total, strict=True))
-
-    def update(self, loss: torch.Tensor, to_sum: Numbers) -> Numbers:
-        """Move scales, expert biases, parameters. loss, to_sum `[]`: this rank's -> numbers of the step."""
-        numbers = self.observers.before_update()
-        numbers |= self.over_world(loss, to_sum)
-        self.model.end_step()
-        return numbers | vars(self.optimizer.step(numbers["lm_loss"]))
-
 
 def build_loaders(config: Config, mesh: Mesh, model: ModelChunks, datasets: tuple, eod: int) -> tuple:
     """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
-    make = pick_loader(config, mesh, eod, model.reads_tokens, model[0].padded_vocab_size)
-    return tuple(dataset and make(dataset) for dataset in datasets)
+    return tuple(dataset and build_loader(dataset, config, mesh, model, eod) for dataset in datasets)
 
 
 def warm_up_step(run: Training) -> None:
@@ -309,7 +276,7 @@ def warm_up_step(run: Training) -> None:
     batches = [run.data.loaders[0].get(run.progress.consumed_samples)]
     total = torch.zeros((), device=run.mesh.device)
     run.buckets.zero_grad_buffer(1)
-    run_chunk = forward_step(run, batches, token_count(run, batches), total)
+    run_chunk = forward_step(run, batches, total)
     warm_up(run.model, run_chunk, run.message_shape)
     run.buckets.finish_grad_sync()
     if run.model.scales is not None:

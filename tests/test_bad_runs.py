@@ -130,7 +130,7 @@ def test_weights_are_judged_by_loss_and_gradients(corpus, tmp_path, monkeypatch)
     run = started(World(), arguments(corpus, "--fp16 --train-iters 9 --lr-warmup-iters 0"), str(tmp_path))
     report_step(run)
     run.progress.iteration = 1
-    health = run.observers.find(Health)
+    health = run.observer(Health)
     assert run.optimizer.scaler.scale == 2**32 and not health.window  # step 1 has overflowed
     before = parameters(run)
     assert why_dead(run, health) == ""

@@ -175,7 +175,9 @@ def test_whose_schedule(flags, kept, sources, tmp_path):
 
 def rates_of(run) -> list[float]:
     """The learning rate of each step, as the optimizer has it."""
-    return step_values(run.config, run.progress.samples_before, pick_schedules)[0]
+    return step_values(pick_schedules(run.config, run.progress.samples_before), run.progress.samples_before)[
+        0
+    ]
 
 
 def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: str, folder: str) -> dict:
@@ -337,7 +339,7 @@ def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
     run = set_up(world, [*argv, "--save", str(root)], folder)
     for run.progress.iteration in (1, 2, 3):
         save_checkpoint(run)
-    run.observers.find(Checkpoints).saver.close()
+    run.observer(Checkpoints).saver.close()
     for step in (1, 2):
         shutil.copytree(root / f"iter_000000{step}", root / f"iter_000000{step}.old")
     (root / "iter_0000002/rank_00000.safetensors").write_text("cut")

@@ -91,7 +91,7 @@ def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
         missing=lambda device: 0,
     )
     graphs.lines = said
-    run.run_schedule = partial(graphs, tracer=run.observers.find(Reporter).tracer)
+    run.run_schedule = partial(graphs, tracer=run.observer(Reporter).tracer)
     return graphs
 
 
@@ -188,9 +188,9 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     hook = runs[1].model[0].layers[1].register_forward_hook(lambda *_: called.append(1))
     steps(2)
     hook.remove()
-    runs[1].observers.find(Reporter).tracer.detailed = True
+    runs[1].observer(Reporter).tracer.detailed = True
     steps(1)
-    runs[1].observers.find(Reporter).tracer.detailed = False
+    runs[1].observer(Reporter).tracer.detailed = False
     graphs.graphs.clear()
     graphs.seen = Counter(dict.fromkeys(graphs.seen, graphs.warm_up))
     graphs.missing = lambda device: 3 * gib

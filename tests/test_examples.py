@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from nanomegatron.comm import all_gather
 from nanomegatron.mesh import World
 from nanomegatron.report.steps import Reporter
@@ -91,15 +92,15 @@ def noise_on_a_rank(world: World, argv: list[str], folder: str) -> tuple[list[to
     own: list[torch.Tensor] = []
     run.buckets.before_reduce["test"] = lambda bucket: own.append(bucket.grads.double().clone())
     run.observers.insert(0, noise_scale(run))
-    reporter = run.observers.find(Reporter)
+    reporter = run.observer(Reporter)
     gradients = []
     for _ in range(2):
-        step = reporter.launch()
+        step = reporter.launch(train.train_step)
         run.progress.iteration += 1
-        reporter.advance(step)
+        reporter.report_previous(step)
         gradients.append(all_gather(torch.cat(own)[None], run.mesh.world))
         own.clear()
-    reporter.advance(None)
+    reporter.report_previous()
     return gradients, step.numbers["noise_scale"]
 
 

@@ -51,7 +51,7 @@ def test_python_collects_by_itself_afterwards_and_without_the_flag():
 def test_training_goes_by_it(flag, automatic, sources, tmp_path, monkeypatch):  # noqa: F811
     run = set_up(World(), arguments(sources, "llama", "--train-iters 2", flag), tmp_path)
     step, seen = train.train_step, []
-    monkeypatch.setattr(train, "train_step", lambda run: (seen.append(gc.isenabled()), step(run))[1])
+    monkeypatch.setattr(train, "train_step", lambda *given: (seen.append(gc.isenabled()), step(*given))[1])
     monkeypatch.setattr(train, "finish", lambda run: 0)
     assert train.train(run) == 0
     assert seen == [automatic] * 2 and gc.isenabled()

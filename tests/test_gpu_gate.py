@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CASE = Case("some", "--flag 1", 1, 3)
 SLOWER = """
 import time
-plain_settings, plain_forward = settings, forward_step
+plain_settings, plain_step = settings, train_step
 
 def settings(argv, world):
     settings.other = "--swiglu" in argv  # trains another model, the other case only takes longer
     return plain_settings([*argv, *(["--vocab-size", "48"] if settings.other else [])], world)
 
-def forward_step(*args):
+def train_step(*args):
     time.sleep(0 if settings.other else 0.5)
-    return plain_forward(*args)
+    return plain_step(*args)
 """
 BROKEN = """
 plain_attend = attend

@@ -67,23 +67,23 @@ def spoilt_steps(world: World, argv: list[str], folder: str, cases: list) -> lis
             if spoils:
                 run.buckets.params[0].main_grad.view(-1)[0] = value
 
-        def bad_loss(run, batches, tokens, total, value=value, spoils=spoils):
+        def bad_loss(run, batches, total, value=value, spoils=spoils):
             total.add_(value if spoils else 0.0)
-            return usual(run, batches, tokens, total)
+            return usual(run, batches, total)
 
         run.buckets.finish_grad_sync = bad_gradient if place == "gradient" else sync
         step_module.forward_step = bad_loss if place == "loss" else usual
         before = parameters(run)
         try:
             report_step(run)
-            text = run.observers.find(Health).streak.text
+            text = run.observer(Health).streak.text
         except BadSteps as error:
             text = f"ends: {error}"
         after = parameters(run)
         changed = not all(same(a, b) for a, b in zip(before, after, strict=True))
         said.append((text, changed))
         run.buckets.finish_grad_sync, step_module.forward_step = sync, usual
-        run.observers.find(Health).streak.end(run.progress.iteration + 1)
+        run.observer(Health).streak.end(run.progress.iteration + 1)
         if restore:
             restore[0][restore[1]] = restore[2]
     return said
@@ -179,8 +179,8 @@ def test_of_a_good_step_nothing_is_read_from_the_device(corpus, tmp_path, monkey
     """On a GPU that waits for the step in flight: all but `part_norms` is copied to the host beside it."""
     monkeypatch.chdir(tmp_path)
     run = started(World(), arguments(corpus), str(tmp_path))
-    health = run.observers.find(Health)
-    step = run.observers.find(Reporter).launch(train.train_step)
+    health = run.observer(Health)
+    step = run.observer(Reporter).launch(train.train_step)
     step.part_norms = None
     health.after_step(step)
     assert len(health.window) == 1
@@ -194,7 +194,7 @@ def saves_what_is_not_finite(world: World, argv: list[str], folder: str) -> str:
     if world.rank == 1:
         run.optimizer.shards[0].exp_avg[3] = math.inf
     with pytest.raises(BadSteps) as caught:
-        run.observers.find(Checkpoints).save()
+        run.observer(Checkpoints).save()
     return str(caught.value)
 
 

@@ -340,7 +340,7 @@ def good_bad_good(world, argv, folder):
     run.log.begin(0, 3)
     update = run.optimizer.step
     for bad in (False, True, False):
-        run.optimizer.step = lambda loss, bad=bad: update(loss * (math.nan if bad else 1.0))
+        run.optimizer.step = lambda loss, *more, bad=bad: update(loss * (math.nan if bad else 1.0), *more)
         report_step(run)
         run.progress.iteration += 1
     return [

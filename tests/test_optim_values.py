@@ -20,7 +20,7 @@ from nanomegatron.config.settings import (
     RunConfig,
 )
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.lr_schedule import step_values
+from nanomegatron.lr_schedule import make_schedules, step_values
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
@@ -54,7 +54,7 @@ def test_values_are_megatrons(case, style):
     more = dict(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style) | settings | more
     opt = OptimizerConfig(**more)
     table = samples_before(Config(data=data, run=run), 1)
-    values = step_values(Config(optimizer=opt, data=data, run=run), table, pick_schedules)
+    values = step_values(pick_schedules(Config(optimizer=opt, data=data, run=run), table), table)
 
     warmup, decay, length = (3, 290, 300) if unit == "samples" else (12, 328, 408)
     groups: list[dict] = [{}, {}]
@@ -91,7 +91,8 @@ def test_iterations_of_growing_batches(data, style, wsd):
     ramp = dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5)
     opt = OptimizerConfig(lr=1e-3, min_lr=1e-5, **lengths, **ramp)
     config = Config(optimizer=opt, data=data, run=RunConfig(train_iters=34))
-    rates, _, decays = step_values(config, samples_before(config, 1), pick_schedules)
+    table = samples_before(config, 1)
+    rates, _, decays = step_values(pick_schedules(config, table), table)
     assert len(rates) == 35 and rates.index(max(rates)) == 5
     assert rates[5] == 1e-3 and rates[-1] == pytest.approx(1e-5)
     assert decays[0] == 0.0 and decays[-1] == 0.5
@@ -110,9 +111,10 @@ def test_iterations_of_growing_batches(data, style, wsd):
 def test_values_of_the_core_are_those_of_build_or_refused(settings):
     """A loop that does not ask build: no setting is dropped without a word."""
     config = Config(run=RunConfig(train_iters=4))
-    assert step_values(config, range(5)) == step_values(config, range(5), pick_schedules)
+    core, picked = make_schedules(config, range(5)), pick_schedules(config, range(5))
+    assert step_values(core, range(5)) == step_values(picked, range(5))
     with pytest.raises(ValueError, match="pick_variants.pick_schedules"):
-        step_values(replace(config, optimizer=OptimizerConfig(**settings)), range(5))
+        make_schedules(replace(config, optimizer=OptimizerConfig(**settings)), range(5))
 
 
 def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.float32):

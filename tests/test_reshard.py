@@ -46,7 +46,7 @@ def train_and_save(world: World, argv: list[str], folder: str) -> tuple[list, fl
     step(run), step(run)
     for format in FORMATS:
         change = dict(save=f"{folder}/{format}", ckpt_format=format)
-        run.observers.find(Checkpoints).saver.config = replace(run.config.checkpoint, **change)
+        run.observer(Checkpoints).saver.config = replace(run.config.checkpoint, **change)
         save_checkpoint(run)
     kept = [(p.key, p.shape, p.offset, p.data.clone()) for p in pieces_of(run)]
     return kept, step(run)

@@ -26,14 +26,14 @@ def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: s
     """One rank of a run in which a rank fails in a way of its own."""
     usual = train.train_step
 
-    def train_step(run):
+    def train_step(run, *limits):
         if run.progress.iteration == 2 and world.rank == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hangs":
                 time.sleep(60)
             raise ValueError("a bug")
-        return usual(run)
+        return usual(run, *limits)
 
     train.train_step, plots.plot_loss = train_step, lambda *_: None
     os.chdir(folder)

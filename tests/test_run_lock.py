@@ -186,7 +186,7 @@ def lose_folder(world: World, argv: list[str], folder: str, how: str) -> int:
     os.chdir(folder)
     usual = train.train_step
 
-    def train_step(run):
+    def train_step(run, *limits):
         if run.progress.iteration == 2 and world.rank == 0:
             if how == "removed":
                 shutil.rmtree("runs/test")
@@ -195,7 +195,7 @@ def lose_folder(world: World, argv: list[str], folder: str, how: str) -> int:
             if how == "taken":
                 run.log.taken = lock(Path("runs/test"), "--run-name test", 5)
                 Path("runs/test/status.json").write_text("of the other run")
-        return usual(run)
+        return usual(run, *limits)
 
     train.train_step, plots.plot_loss = train_step, lambda *_: None
     if world.rank == 0:

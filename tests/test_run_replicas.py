@@ -24,8 +24,8 @@ def flips_a_bit(world: World, argv: list[str], folder: str, rank: int, name: str
     os.chdir(folder)
     usual = train.train_step
 
-    def train_step(run):
-        report = usual(run)
+    def train_step(run, *limits):
+        report = usual(run, *limits)
         if run.progress.iteration == 2 and world.rank == rank:
             part, param = next(
                 (s, p) for p in run.buckets.params for s in p.spec.parts if s.name.endswith(name)

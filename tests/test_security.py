@@ -295,9 +295,9 @@ def watched(world: World, argv: list[str], folder: str) -> list[str]:
     os.environ["HF_TOKEN"] = os.environ["WANDB_API_KEY"] = SECRET
     usual, found = train.train_step, []
 
-    def train_step(run):
+    def train_step(run, *limits):
         found.extend(listeners("self"))
-        return usual(run)
+        return usual(run, *limits)
 
     train.train_step, plots.plot_loss = train_step, lambda *_: None
     assert train.run_rank(world, argv) == DONE

@@ -197,10 +197,10 @@ def run_and_die(world: World, argv: list[str], folder: str, step: int, number: i
     """A rank that gets a signal, rank 1 alone or SIGINT all, when it begins a step."""
     usual = train.train_step
 
-    def train_step(run):
+    def train_step(run, *limits):
         if run.progress.iteration == step and (world.rank == 1 or number == signal.SIGINT):
             os.kill(os.getpid(), number)
-        return usual(run)
+        return usual(run, *limits)
 
     train.train_step, plots.plot_loss = train_step, lambda *_: None
     os.chdir(folder)

@@ -58,15 +58,15 @@ def signals(
 def test_a_signal_ends_an_evaluation(corpus, tmp_path):  # noqa: F811
     """In the middle of training, the last one, --eval-only: given up, not logged; what is new is saved."""
     argv = arguments(corpus, LONG)
-    codes, status = signals(tmp_path, argv, "forward_microbatch of 1")
+    codes, status = signals(tmp_path, argv, "add_losses of 1")
     assert codes == [PREEMPTED] * 2
     assert (status["state"], status["iteration"]) == ("preempted", 2) and status["checkpoint"]
     end = [*argv, "--eval-interval", "100"]
-    codes, status = signals(tmp_path, end, "forward_microbatch", ranks=1)
+    codes, status = signals(tmp_path, end, "add_losses", ranks=1)
     assert (codes, status["state"], status["iteration"]) == ([PREEMPTED], "preempted", 4)
     steps = [record["iteration"] for record in read_jsonl(tmp_path / "runs/test/metrics.jsonl")]
     assert steps == [1, 2, 3, 4] and (tmp_path / "runs/test/log.txt").read_text().count("saved ") == 2
-    codes, status = signals(tmp_path, [*argv, "--eval-only"], "forward_microbatch", ranks=1)
+    codes, status = signals(tmp_path, [*argv, "--eval-only"], "add_losses", ranks=1)
     assert (codes, status["state"], status["exit_code"]) == ([PREEMPTED], "preempted", 75)
     assert not (tmp_path / "runs/test/evals.jsonl").exists()
 
@@ -83,7 +83,7 @@ def test_stopped_runs_have_the_evaluations_of_others(corpus, tmp_path, full):  #
         (4, "validation"),
         (4, "test"),
     ]
-    for where in ("train_step", "3", *["forward_microbatch", "2"] * full):
+    for where in ("train_step", "3", *["add_losses", "2"] * full):
         folder = tmp_path / where
         folder.mkdir()
         if where.isdecimal():

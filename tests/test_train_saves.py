@@ -33,7 +33,7 @@ def run_ranks(world: World, argv: list[str], folder: str, patch: str, pause: flo
     """
     os.chdir(folder)
     usual = train.train_step
-    train.train_step = lambda run: time.sleep(pause) or usual(run)
+    train.train_step = lambda *given: time.sleep(pause) or usual(*given)
     plots.plot_loss = ending.show_sample = lambda *_: None
     saver.PAUSE = 0.0
     if world.rank:

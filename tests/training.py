@@ -92,14 +92,14 @@ def numbers_of(numbers: dict) -> dict:
 
 def report_step(run) -> None:
     """One step, and at once its report."""
-    reporter = run.observers.find(Reporter)
-    reporter.advance(reporter.launch(train.train_step))
-    reporter.advance(None)
+    reporter = run.observer(Reporter)
+    reporter.report_previous(train.launch_step(run, reporter))
+    reporter.report_previous()
 
 
 def save_checkpoint(run) -> None:
     """Save a run as it is now."""
-    run.observers.find(Checkpoints).save()
+    run.observer(Checkpoints).save()
 
 
 def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:

@@ -103,9 +103,9 @@ def child(path: Path, started: float, argv: list[str]) -> int:
         setattr(module, name, marked(getattr(module, name), part, mark))
     launch_step = train.train_step
 
-    def first_step(run: Any) -> None:
+    def first_step(*given: Any) -> None:
         marks["set-up"] = Mark("rest of the set-up", time.time() - started, time.process_time())
-        launch_step(run)
+        launch_step(*given)
         marks["launch"] = Mark("first step launched", time.time() - started, time.process_time())
         mark("first step done")
         heavy = [name for name in HEAVY if name in sys.modules]

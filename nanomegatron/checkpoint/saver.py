@@ -18,7 +18,7 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import Retention
 from nanomegatron.config.settings import CheckpointConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.step import Numbers, Observer
+from nanomegatron.step import LocalNumbers, Numbers, Observer
 
 PAUSE = 0.5  # seconds before a save is tried again
 
@@ -101,7 +101,7 @@ class Saver(Observer):
             for note in notes:
                 self.warn(note)
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         """What this rank knows of the save in flight."""
         failed = self.in_flight and self.writer.failed
         published = self.in_flight and self.mesh.world.rank == 0 and self.writer.published.done()

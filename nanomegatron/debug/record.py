@@ -34,7 +34,7 @@ from nanomegatron.param import Part
 from nanomegatron.pp import NoTracer
 from nanomegatron.router import Router
 from nanomegatron.schedules import Op
-from nanomegatron.step import GlobalBatch, Numbers, Observer, Training
+from nanomegatron.step import GlobalBatch, LocalNumbers, Numbers, Observer, Training
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 
@@ -95,7 +95,7 @@ class Recorder(NoTracer, Observer):
         self.seen.clear()
         self.inside = ["decoder"]
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         self.inside = ["dp"]
         return {}
 

@@ -78,10 +78,10 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Training:
     perturb(model, seed)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     grads, optimizer = build_optimizer(
-        model, config, mesh, step_values(config, before, pick_schedules), paths
+        model, config, mesh, step_values(pick_schedules(config, before), before), paths
     )
     data = TrainingData(tokenizer, datasets, loaders, [])
-    return Training(config, mesh, None, data, model, grads, optimizer, Progress(before))
+    return Training(config, mesh, None, data, model, Progress(before), grads, optimizer)
 
 
 @torch.no_grad()

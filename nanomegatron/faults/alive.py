@@ -70,7 +70,7 @@ def repeat_step(run: Training, iteration: int) -> tuple[float, float]:
     run.buckets.zero_grad_buffer(len(microbatches))
     local = run.forward_backward(microbatches)
     run.buckets.finish_grad_sync()
-    total = run.over_world(local, {})["lm_loss"]
+    total = comm.all_reduce_(local, run.mesh.world)
     loss, norm = comm.read(torch.stack((total, run.optimizer.grad_norm())), run.mesh.world)
     run.mesh.observer.end_step()
     run.progress.iteration = now

@@ -21,7 +21,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import RunConfig
-from nanomegatron.step import GlobalBatch, Numbers, Observer
+from nanomegatron.step import GlobalBatch, LocalNumbers, Observer
 
 
 @contextmanager
@@ -50,7 +50,7 @@ class EmptyCache(Observer):
         if self.level >= 2:
             torch.cuda.empty_cache()
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         if self.level >= 1:
             torch.cuda.empty_cache()
         return {}

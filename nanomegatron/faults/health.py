@@ -25,15 +25,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.optimizer_state import optimizer_states
 from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.streak import Streak
-from nanomegatron.optim import FLOAT_MAX
+from nanomegatron.optim import FLOAT_MAX, StepLimits
 from nanomegatron.report.steps import StepNumbers, StepReport
 from nanomegatron.report.writers import too_large
-from nanomegatron.step import GlobalBatch, Observer, Training
+from nanomegatron.step import Observer, Training, due
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
@@ -55,7 +54,7 @@ class MachineFault(Exception):
 
 
 class Health(Observer):
-    """Judges the numbers of each step on the host; `limits` are what the device judges the next step by."""
+    """Judges the numbers of each step on the host; makes the limits by which the device judges a step."""
 
     def __init__(self, run: Training, streak: Streak | None = None) -> None:
         """streak: the bad steps before this start of the run; None: none, and none are kept."""
@@ -64,13 +63,6 @@ class Health(Observer):
         self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
-        self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
-
-    def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
-        """Give the optimizer what it judges the step by: weights and moments if it is time, limits."""
-        every = self.config.check_states_interval
-        self.run.optimizer.checks_states = bool(every) and batch.iteration % every == 0
-        self.set_limits(batch.iteration)
 
     def after_step(self, step: StepReport) -> None:
         self.judge(step.judged())
@@ -78,13 +70,14 @@ class Health(Observer):
             self.run.progress.skipped_samples += step.batch.size
             self.spike = None
 
-    def set_limits(self, iteration: int) -> None:
-        """Give the device the limits of the iteration that is launched next, if it has to judge them."""
-        if self.config.on_spike != "warn" or self.config.rerun_mode != "disabled":
-            limits = (FLOAT_MAX, FLOAT_MAX) if self.lifted else self.limits(iteration)
-            on_gpu = self.run.optimizer.limits.is_cuda
-            values = torch.tensor(limits, dtype=torch.float64, pin_memory=on_gpu)
-            self.run.optimizer.limits.copy_(values, non_blocking=True)
+    def step_limits(self, iteration: int) -> StepLimits:
+        """Return what the device judges an iteration by that is launched next; the host does not wait."""
+        limits = StepLimits(finite_states=due(self.config.check_states_interval, iteration))
+        if self.config.on_spike == "warn" and self.config.rerun_mode == "disabled":
+            return limits
+        device = self.run.mesh.device
+        host = torch.tensor(self.limits(iteration), dtype=torch.float64, pin_memory=device.type == "cuda")
+        return limits._replace(loss_and_norm=host.to(device, non_blocking=True))
 
     def limits(self, iteration: int) -> tuple[float, float]:
         """The largest loss and gradient norm of an iteration that is no spike."""

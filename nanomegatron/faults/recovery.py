@@ -21,6 +21,7 @@ from nanomegatron.checkpoint.resume import Checkpoints, load_checkpoint
 from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.alive import small_state
 from nanomegatron.faults.health import BadSteps, Health, MachineFault
+from nanomegatron.optim import StepLimits
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.step import Training
 
@@ -28,29 +29,31 @@ BEFORE = 7  # steps before a spike whose samples are skipped, too
 MOST_ROLLBACKS = 3  # to the same checkpoint
 
 
-def validated_step(run: Training, launch: Callable[[], StepReport]) -> StepReport:
+def validated_step(
+    run: Training, launch: Callable[[StepLimits], StepReport], limits: StepLimits
+) -> StepReport:
     """Launch a step, and once more if its numbers are suspicious; the host waits for the step.
 
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
-    health = run.observers.find(Health)
+    health = run.observer(Health)
     run.buckets.before_reduce["again"] = lambda bucket: (
         sums.append(  # of the bits, which differs if one value does
             bucket.grads.view(torch.int16).sum(dtype=torch.int64)
         )
     )
-    first = launch()
+    first = launch(limits)
     numbers = first.judged()
     if not health.suspicious(numbers):
         return first
     before, iteration = sums.copy(), run.progress.iteration + 1
     sums.clear()
     rewind()
-    health.lifted = run.config.faults.on_spike == "warn"
-    second = launch()
+    if run.config.faults.on_spike == "warn":
+        limits = limits._replace(loss_and_norm=None)  # a spike is updated this time
+    second = launch(limits)
     second.read()  # waits
-    health.lifted = False
     same = [torch.equal(a, b) for a, b in zip(before, sums, strict=True)]
     text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
     if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:
@@ -71,12 +74,12 @@ def roll_back(run: Training) -> None:
 
     Raises BadSteps, on all ranks, if there is no checkpoint, or after MOST_ROLLBACKS from the same one.
     """
-    health = run.observers.find(Health)
+    health = run.observer(Health)
     spike = health.spike
     progress = run.progress
     skipped = progress.skipped_iterations
-    run.observers.find(Reporter).flush()
-    run.observers.find(Checkpoints).saver.finish()
+    run.observer(Reporter).flush()
+    run.observer(Checkpoints).saver.finish()
     folder = run.config.checkpoint.save
     newest = latest_for_all(folder, run.mesh)
     if newest is None:
@@ -90,5 +93,7 @@ def roll_back(run: Training) -> None:
     load_checkpoint(run, health)
     around = range(max(newest, spike - BEFORE - 1) + 1, spike + 1)
     progress.skipped_iterations |= skipped | set(around)
+    if not progress.preempted:
+        progress.stop = ""  # a step that was to be the last is due again
     run.log.rewind(progress.iteration)
     run.log.warn(f"rolled back to step {newest}; the samples of steps {around[0]} to {spike} will be skipped")

@@ -28,7 +28,7 @@ from nanomegatron.faults.lock import FolderLost, Held, Locks
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import StepReport
-from nanomegatron.step import Numbers, Observer, Training
+from nanomegatron.step import LocalNumbers, Observer, Training
 
 PREEMPTED = 75  # exit code
 
@@ -131,7 +131,7 @@ class Stops(Observer):
         self.minutes = run.config.run.exit_duration_in_mins
         self.started = time.monotonic()
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         late = self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes
         return {"signalled": float(self.signals.asked), "out_of_time": float(late)}
 

@@ -17,11 +17,12 @@ def finish(run: Training) -> int:
     config = run.config
     log = run.log
     progress = run.progress
-    stops = run.observers.find(Stops)
+    stops = run.observer(Stops)
     stops.signals.check_folders(run.mesh)
     if progress.stop and not progress.preempted:
         log.line(f"stopped by {progress.stop} after step {progress.iteration} of {config.run.train_iters}")
-    run.observers.end()
+    for observer in run.observers:
+        observer.end()
     if not progress.stop or progress.iteration == config.run.train_iters:
         evaluate(run, stops.now, "validation")
         evaluate(run, stops.now, "test")
@@ -38,15 +39,16 @@ def finish(run: Training) -> int:
         if prompt:
             command += f" --prompt {shlex.quote(prompt)}"
         log.line(f"next    {command}")
-    state = "stopped" if progress.stop else "done"
-    log.status(state, exit_code=DONE, iteration=progress.iteration, next=command)
+    log.status(
+        "stopped" if progress.stop else "done", exit_code=DONE, iteration=progress.iteration, next=command
+    )
     return DONE
 
 
 def end_preempted(run: Training) -> int:
     """Say that a signal has ended the training, and from where it resumes -> the exit code."""
     progress = run.progress
-    saved = run.observers.find(Checkpoints).saver.saved
+    saved = run.observer(Checkpoints).saver.saved
     where = "resumes from there"
     if saved < progress.iteration:
         where = f"resumes from step {saved}: nothing is saved while steps are not finite"
@@ -58,7 +60,7 @@ def evaluate_only(run: Training) -> int:
     """--eval-only: evaluate the loaded model on validation and test data -> the exit code."""
     if run.mesh.rank == 0:
         run.log.replace("eval.toml", to_toml(run.config))  # config.toml is of a run that trains here
-    stops = run.observers.find(Stops)
+    stops = run.observer(Stops)
     for split in ("validation", "test"):
         evaluate(run, stops.now, split)
     if run.progress.preempted:

@@ -9,7 +9,15 @@ from nanomegatron.batch import Batch
 from nanomegatron.model import GPTModel
 from nanomegatron.plan.flops import bits_per_byte
 from nanomegatron.pp import run_schedule
-from nanomegatron.step import Training, forward_microbatch
+from nanomegatron.step import Training
+
+
+def add_losses(total: torch.Tensor, chunk: GPTModel, batch: Batch) -> torch.Tensor:
+    """Run a microbatch; the last stage adds the sum of its losses and its tokens to total `[2]`."""
+    output = chunk(batch, batch.labels)
+    if chunk.post_process:
+        total.add_(torch.stack(((output * batch.loss_mask).sum(), batch.loss_mask.sum())))
+    return output
 
 
 @torch.no_grad()
@@ -32,16 +40,14 @@ def evaluate(run: Training, stopped: Callable[[], bool], split: str = "validatio
         if stopped():
             run.log.line(f"{split} at step {iteration}: given up after {n} batches")
             return
-
-        def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
-            output = forward_microbatch(chunk, batches[i])
-            mask = batches[i].loss_mask
-            if chunk.post_process:
-                total.add_(torch.stack(((output * mask).sum(), mask.sum())))
-            return output
-
         run.mesh.observer.start_step(launching=run.mesh.device.type == "cuda")
-        run_schedule(run.model, step, len(batches), run.message_shape, forward_only=True)
+        run_schedule(
+            run.model,
+            lambda chunk, i, batches=batches: add_losses(total, chunk, batches[i]),
+            len(batches),
+            run.message_shape,
+            forward_only=True,
+        )
         run.mesh.observer.end_step()
         if config.run.empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()

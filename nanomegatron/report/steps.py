@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.optim import NO_LIMITS, StepLimits
 from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.speed import machine_gpus, peak_memory, speed_of
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 from nanomegatron.report.trace_draw import write
 from nanomegatron.report.traffic import Traffic, ledger
-from nanomegatron.step import GlobalBatch, Numbers, Observer, Training, train_step
+from nanomegatron.step import GlobalBatch, LocalNumbers, Numbers, Observer, Training
 
 FLAGS = ("signalled", "out_of_time", "save_failed", "save_published")  # numbers of ranks, that are not logged
 
@@ -111,12 +112,12 @@ class Reporter(Observer):
         gpus = machine_gpus(run.mesh) if run.mesh.rank == 0 else []
         self.energy = Energy(open_meter(gpus), run.mesh.world.size)
 
-    def launch(self, step: Callable[[Training], Numbers] = train_step) -> StepReport:
-        """Launch a step, with clocks around it and around its phases; the host does not wait for it."""
+    def launch(self, step: Callable[..., Numbers], limits: StepLimits = NO_LIMITS) -> StepReport:
+        """Launch step(run, limits), with clocks around it and its phases; the host does not wait for it."""
         self.timers.take()  # those of a step that is only looked at (faults/alive.py)
         clock = Clock(self.mesh.device)
         self.timers.phase("batch-generator", level=2)
-        numbers = step(self.run)
+        numbers = step(self.run, limits)
         self.timers.phase()
         if self.config.log_params_norm:
             numbers["params_norm"] = self.run.optimizer.params_norm()
@@ -130,19 +131,20 @@ class Reporter(Observer):
                     self.log.line(f"trace   {line}")
         return report
 
-    def advance(self, step: StepReport | None) -> None:
-        """Put a launched step in flight, None: none is; report the one before, and wait for that."""
-        before = self.pending
-        self.pending = step
-        if before is None:
+    def report_previous(self, launched: StepReport | None = None) -> None:
+        """Wait for the end of the step before `launched`, and report it; None: no step is behind it."""
+        previous = self.pending
+        self.pending = launched
+        if previous is None:
             return
         with self.mesh.observer.wait():
-            before.read()
-        self.run.observers.after_step(before)
+            previous.read()
+        for observer in self.run.observers:
+            observer.after_step(previous)
 
     def flush(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
-        self.advance(None)
+        self.report_previous()
         self.energy.pause()
 
     def before_step(self, batch: GlobalBatch, microbatches: list[Batch]) -> None:
@@ -153,7 +155,7 @@ class Reporter(Observer):
         self.tracer.begin(batch.iteration, pipeline.plan(len(microbatches))[0], pipeline.placed)
         self.timers.phase("forward-backward")
 
-    def before_sync(self) -> Numbers:
+    def before_sync(self) -> LocalNumbers:
         self.timers.phase("all-grads-sync")
         return {}
 
@@ -186,7 +188,6 @@ class Reporter(Observer):
         if not good:
             found["next_lr"] = found["lr"]  # a bad step holds the schedule
         vocab = self.run.model[0].padded_vocab_size
-        peak = peak_memory(self.mesh.device) + self.run.buckets.shared_bytes
         return {
             "iteration": batch.iteration,
             "consumed_samples": batch.end,
@@ -196,7 +197,7 @@ class Reporter(Observer):
             **self.energy.step(batch.tokens, batch.iteration % self.config.log_interval == 0),
             "skipped": int(not good),
             "skipped_samples": self.run.progress.skipped_samples,
-            "peak_mem_gib": peak / 2**30,
+            "peak_mem_gib": (peak_memory(self.mesh.device) + self.run.buckets.shared_bytes) / 2**30,
         }
 
     def end(self) -> None:

@@ -76,7 +76,7 @@ def rank_of_case(hooks: Hooks, world: World, argv: list[str]) -> int:
         mark(name, dict(hooks.slow).get(name, 0.0), world.rank == 0)
     if hooks.step:
         usual = train.train_step
-        train.train_step = lambda run: (time.sleep(hooks.step), usual(run))[1]
+        train.train_step = lambda *given: (time.sleep(hooks.step), usual(*given))[1]
     if hooks.ledger:
         keep_ledger(world.rank)
     if hooks.death and hooks.death.rank == world.rank:

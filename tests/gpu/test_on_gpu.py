@@ -154,13 +154,15 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     mesh = Mesh.build(config.parallel, World(), CUDA, observer=Traffic())
     run = train.set_up(parsed, config, mesh, RunLog(tmp_path, config))
     run.log.begin(0, 8)
-    reporter = run.observers.find(Reporter)
-    reporter.advance(reporter.launch(train.train_step))
+    reporter = run.observer(Reporter)
+    reporter.report_previous(train.launch_step(run, reporter))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             run.progress.iteration += 1
-            reporter.advance(reporter.launch(train.train_step))  # waits for the step before, by an event
+            reporter.report_previous(
+                train.launch_step(run, reporter)
+            )  # waits for the step before, by an event
     finally:
         torch.cuda.set_sync_debug_mode("default")
     reporter.flush()
