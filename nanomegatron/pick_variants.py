@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanomegatron.attention import SelfAttention
@@ -121,12 +122,15 @@ def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     return [schedule.at, vocabulary.at, lambda samples: optimizer.weight_decay]
 
 
-def batch_sharding(config: Config) -> Callable[..., Batch]:
-    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`"""
+def batch_sharding(config: Config, device: torch.device) -> Callable[..., Batch]:
+    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`
+
+    device: of the model.
+    """
     types = config.parallel.cp_types(config.model.num_layers)
     if config.data.reset_attention_mask or config.data.variable_seq_lengths:
-        return partial(shard_documents, types=types)
-    return partial(shard_batch, types=types)
+        return partial(shard_documents, types=types, device=device)
+    return partial(shard_batch, types=types, device=device)
 
 
 def pick_dataset(data: DataConfig) -> type[Samples]:
@@ -138,7 +142,7 @@ def pick_loader(
     config: Config, mesh: Mesh, eod: int, reads_tokens: bool, padded_vocab_size: int
 ) -> Callable[[Any], BatchLoader | PackLoader]:
     """Return what makes the loader of this rank's microbatches of a dataset. config: resolved."""
-    shard = batch_sharding(config)
+    shard = batch_sharding(config, mesh.device)
     if config.data.variable_seq_lengths:
         return partial(
             PackLoader,

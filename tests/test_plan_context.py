@@ -131,7 +131,7 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
             layer.self_attention.context = attention_over_cp(
                 context_attention, layer.self_attention.mask, mesh.cp
             )
-        shard = SequenceShard.of_row(mesh.cp, s, types * layers)
+        shard = SequenceShard.of_row(mesh.cp, s, types * layers, mesh.device)
         places = torch.from_numpy(shard.positions)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
         batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)
