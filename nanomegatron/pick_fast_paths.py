@@ -51,7 +51,7 @@ class Paths:
     layers: Callable = run_layers  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
-    context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
+    context_attention: Callable | None = None  # SelfAttention.context_attention, over the ranks of cp
     producers: bool = False  # MLP.run, OutputLayer.loss also quantize for the FP8 layer behind
     discards: tuple[str, ...] = ()  # modules as in --recompute-modules: MLP.run, GroupedExperts.project
     moe: OverlappedMoe | None = None  # MoELayer.run
@@ -86,7 +86,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         return paths
 
     if take:
-        paths = replace(paths, context=Ring(peers), producers=True)
+        paths = replace(paths, context_attention=Ring(peers), producers=True)
 
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))
@@ -122,8 +122,8 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
             module.loss = paths.loss
             if paths.producers and reads_only_fp8(module) and not module.config.final_logit_softcapping:
                 module.loss = quantizing_loss
-        elif isinstance(module, SelfAttention) and paths.context:
-            module.context = attention_over_cp(paths.context, module.mask, stages.cp)
+        elif isinstance(module, SelfAttention) and paths.context_attention:
+            module.context_attention = attention_over_cp(paths.context_attention, module.mask, stages.cp)
         elif isinstance(module, MoELayer) and paths.moe:
             paths.moe.install(module)
         elif isinstance(module, MLP) and paths.producers and reads_only_fp8(module.linear_fc2):

@@ -65,14 +65,14 @@ def pick_attention(attention: SelfAttention, cp: Axis) -> None:
     config = attention.config
     attention.has_variants = True
     attention.mask = replace(attention.mask, cap=config.attn_logit_softcapping)
-    attention.context = attention_over_cp(context_attention, attention.mask, cp)
+    attention.context_attention = attention_over_cp(context_attention, attention.mask, cp)
     if config.qk_layernorm_all_heads:
         attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
         attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
 
 
 def attention_over_cp(context: Callable, mask: Mask, cp: Axis) -> Callable:
-    """Return `SelfAttention.context` of a layer with this mask: `context`, or what takes its place."""
+    """Return the `context_attention` of a layer with this mask: `context`, or what takes its place."""
     if mask.cap:
         return capped_attention
     if mask.window is not None:

@@ -66,7 +66,7 @@ class RingRound(NamedTuple):
 
 
 class Ring:
-    """`SelfAttention.context`: this ring for p2p; other kinds are as in the core.
+    """`SelfAttention.context_attention`: this ring for p2p; other kinds are as in the core.
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
     The rounds of a shard are planned once, and kept as long as the shard exists.

@@ -26,9 +26,10 @@ from nanomegatron.ops.attention import Mask
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """`SelfAttention.context` over `axis.levels`; between: attention over one level, for groups as its ranks.
+    """`SelfAttention.context_attention` over `axis.levels`.
 
-    Layers that communicate otherwise than by a2a+p2p take `between` alone.
+    between: attention over one level, for groups as its ranks. Layers that communicate otherwise than by
+    a2a+p2p take it alone.
     """
 
     between: Callable[..., torch.Tensor]
