@@ -34,7 +34,7 @@ from nanomegatron.fast.ring import Ring
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 from nanomegatron.ops.merge import ALL
 from nanomegatron.pick_variants import attention_over_cp
-from nanomegatron.variants.cp_documents import DocumentShard
+from nanomegatron.variants.cp_documents import DocumentShard, EmptyBlock
 
 
 class Row(NamedTuple):
@@ -115,16 +115,17 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
 
     def ours(kind: str, backward: bool) -> Run:
         if row.bounds:
-            shard = DocumentShard.of_documents(axis, row.s, (kind,), np.array(row.bounds))
+            shard = DocumentShard.of_documents(axis, row.s, (kind,), device, np.array(row.bounds))
         else:
-            shard = SequenceShard.of_row(axis, row.s, (kind,))
+            shard = SequenceShard.of_row(axis, row.s, (kind,), device)
         attention = attention_over_cp(ring, mask, axis)
         call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
         return run_of(session, row, shard.positions, call, backward)
 
     def equal_slices(backward: bool) -> Run:
-        steps = [None if i > axis.rank else AttentionBlock(ALL, ALL, Block(i == 0)) for i in range(axis.size)]
-        call = lambda q, k, v: RingFunction.apply(q, k, v, axis, steps, backend)  # noqa: E731
+        seen = [AttentionBlock(ALL, ALL, Block(i == 0)) for i in range(axis.rank + 1)]
+        blocks = seen + [EmptyBlock(slice(0, 0), slice(0, 0), Block())] * (axis.size - len(seen))
+        call = lambda q, k, v: RingFunction.apply(q, k, v, axis, blocks, backend)  # noqa: E731
         return run_of(session, row, np.arange(row.s).reshape(axis.size, -1)[axis.rank], call, backward)
 
     def by_torch(rotate: str, backward: bool) -> Run:  # chunks r and 2N - 1 - r, as it balances by default

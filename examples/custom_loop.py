@@ -35,7 +35,7 @@ def main() -> None:
     loader = BatchLoader(dataset, data, tokenizer.eod, mesh.dp, mesh.device)
     shape = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, sequence_parallel=True)
     sizes = dict(vocab_size=tokenizer.vocab_size, max_sequence_length=data.seq_length)
-    model = GPTModel(shape, **sizes, tp=mesh.tp, init=Init(seed=1234, device=mesh.device))
+    model = GPTModel(shape, **sizes, mesh=mesh, init=Init(seed=1234, device=mesh.device))
     buckets = ParamAndGradBuckets(model, parallel, mesh)
     values = [[LR] * STEPS, [LR] * STEPS, [DECAY] * STEPS]  # by step: learning rate, the vocabulary's, decay
     optimizer = Optimizer(buckets, Config().optimizer, Config().precision, values)

@@ -46,7 +46,7 @@ def model_provider(mesh: Mesh) -> ModelChunks:
     )
     init = Init(seed=123, device=mesh.device)
     return ModelChunks(
-        [GPTModel(config, vocab_size=100, max_sequence_length=LENGTH, tp=mesh.tp, init=init)], mesh
+        [GPTModel(config, vocab_size=100, max_sequence_length=LENGTH, mesh=mesh, init=init)], mesh
     )
 
 

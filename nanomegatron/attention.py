@@ -48,12 +48,11 @@ class Cache(Protocol):
 class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
-    mask: which keys of a whole row its queries see. q_norm, k_norm: of each head, or None.
-    `pick_variants.py` may set these four.
+    context_attention: the function for rows sharded over cp. mask: which keys of a whole row its queries see.
+    q_norm, k_norm: of each head, or None. `pick_variants.py` may set these four.
     """
 
-    context: Callable[..., torch.Tensor] = staticmethod(context_attention)
+    context_attention: Callable[..., torch.Tensor] = staticmethod(context_attention)
     has_variants = False  # whether `pick_variants` has set what the flags ask for
 
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
@@ -117,30 +116,37 @@ class SelfAttention(nn.Module):
         """
         self.config.check_variants("attention", self.has_variants)
         q, k, v = self._queries_keys_values(packed, rotary)
-        scale = self.config.softmax_scale
-        if scale is not None:
-            q = q * (scale * math.sqrt(self.head_dim))
+        if self.config.softmax_scale is not None:
+            q = q * (self.config.softmax_scale * math.sqrt(self.head_dim))
+        mask = replace(self.mask, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
         if cache is not None:
             k, v = cache(self.layer, k, v)
-        kernel = core_attention if cache is None else cache.attend
-        mask = replace(self.mask, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
-        fused = self.config.masked_softmax_fusion
-
-        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if batch.shard is not None:  # rows over cp: in training, without dropout (config/check_layout.py)
-                return self.context(q, k, v, batch.shard, self.layer, mask, self.backend, fused)
-            p, drop = self._dropout(q, batch)
-            context, _ = kernel(q, k, v, self.backend, mask, p, drop, fused)
-            return context
-
+            return cache.attend(q, k, v, self.backend, mask, 0.0, None, self.config.masked_softmax_fusion)[0]
+        attention = self._whole_rows if batch.shard is None else self._over_cp
+        core = partial(attention, batch=batch, mask=mask)
         return recomputed(core, q, k, v, when=self.config.recomputes("core_attn"))
+
+    def _whole_rows(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, mask: Mask
+    ) -> torch.Tensor:
+        p, drop = self._dropout(q, batch)
+        return core_attention(q, k, v, self.backend, mask, p, drop, self.config.masked_softmax_fusion)[0]
+
+    def _over_cp(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, mask: Mask
+    ) -> torch.Tensor:
+        """There is no dropout over cp (config/check_layout.py)."""
+        return self.context_attention(
+            q, k, v, batch.shard, self.layer, mask, self.backend, self.config.masked_softmax_fusion
+        )
 
     def _queries_keys_values(
         self, packed: torch.Tensor, rotary: tuple | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split, normalize, rotate."""
         fused = self.config.rope_fusion
         interleaved = self.config.rotary_interleaved
-        if rotary is not None and self.q_norm is None and fused:
+        if rotary is not None and self.q_norm is None and fused:  # below, in one kernel
             cos, sin = rotary
             return rope_packed(packed, self.widths, self.head_dim, cos, sin, interleaved)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))

@@ -49,8 +49,9 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
             vocab_size=vocab_size,
             max_sequence_length=config.model.max_position_embeddings,
             padded_vocab_size=padded_vocab_size,
+            mesh=mesh,
             init=init,
-            stage=stage_spec(config, mesh, stage, padded_vocab_size, chunks),
+            stage=stage_spec(config, stage, padded_vocab_size, chunks),
         )
         pick_variants(chunk, mesh.cp)
         chunks.append(chunk)
@@ -61,9 +62,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     return model
 
 
-def stage_spec(
-    config: Config, mesh: Mesh, stage: int, padded_vocab_size: int, earlier: list[GPTModel]
-) -> StageSpec:
+def stage_spec(config: Config, stage: int, padded_vocab_size: int, earlier: list[GPTModel]) -> StageSpec:
     """Return what a stage has: its layers, and whether it begins or ends the model.
 
     earlier: this rank's chunks of earlier stages; with one the last stage may share its word embeddings.
@@ -73,7 +72,7 @@ def stage_spec(
     shared_words = None
     if last and earlier and earlier[0].embedding is not None:
         shared_words = earlier[0].embedding.word_embeddings.weight
-    return StageSpec(layers_of_stages[stage], stage == 0, last, mesh, shared_words)
+    return StageSpec(layers_of_stages[stage], stage == 0, last, shared_words)
 
 
 def quantize(model: ModelChunks, config: Config, mesh: Mesh, device: torch.device) -> None:

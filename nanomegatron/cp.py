@@ -39,6 +39,7 @@ tests/test_cp_shard.py hold all of them to attention over the whole row, docs/co
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,46 +48,85 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, to_device
+from nanomegatron.ops.attention import Block, Grads, Mask, attend, attend_backward, core_attention, to_device
 from nanomegatron.ops.merge import PartialRows, Reorder, merge_rows
 
 Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
 
-class AttentionBlock(NamedTuple):
-    """Attention of some of a rank's queries to some of the keys at hand."""
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Attention of some of a rank's queries to some of the keys at hand.
+
+    In its methods q is `[s/cp, b, n, d]`, of the rank; kv: keys `[t, b, g, d]` at hand, and values.
+    """
 
     queries: Rows
     keys: Rows
     kind: Block
 
+    def forward(
+        self, q: torch.Tensor, kv: Sequence[torch.Tensor], backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute output `[rows, b, n, d]` and log-sum-exp `[b, n, rows]` of these queries."""
+        return attend(q[self.queries], kv[0][self.keys], kv[1][self.keys], self.kind, backend)
 
-def memoized(plan: Callable) -> Callable:
-    """Decorate a function of a SequenceShard, which keeps its result for each tuple of further arguments.
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        backend: str,
+    ) -> Grads:
+        """Compute gradients of these queries `[rows, b, n, d]`, keys and values `[rows, b, g, d]`.
 
-    There is a shard for each microbatch: its layers share the results.
-    """
+        dout, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
+        """
+        return attend_backward(
+            dout[self.queries],
+            q[self.queries],
+            kv[0][self.keys],
+            kv[1][self.keys],
+            out[self.queries],
+            lse[..., self.queries],
+            self.kind,
+            backend,
+        )
 
-    def planned(shard: "SequenceShard", *args: Any) -> Any:
-        if (plan, args) not in shard.plans:
-            shard.plans[plan, args] = plan(shard, *args)
-        return shard.plans[plan, args]
+    def add_to(self, dkv: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add gradients dk, dv `[rows, b, g, d]` of these keys and values to dkv, fp32 `[2, t, b, g, d]`."""
+        for total, grad in zip(dkv, (dk, dv), strict=True):
+            if isinstance(self.keys, slice):
+                total[self.keys] += grad
+            else:  # a key may be there twice, seen by both chunks of a document
+                total.index_add_(0, self.keys, grad.float())
 
-    return planned
+
+class TokenOrder(NamedTuple):
+    """Two permutations of n tokens that are here rank after rank: int64 `[n]`, `[n]`."""
+
+    to_row: torch.Tensor  # x[to_row] is in the order of the row
+    to_ranks: torch.Tensor  # its inverse
 
 
 @dataclass(eq=False)
 class SequenceShard:
-    """This rank's tokens of a row sharded over an axis. Raises ValueError if 2 * size does not divide it.
+    """This rank's tokens of one microbatch, whose rows are sharded over an axis; its `Batch.shard`.
 
-    bounds: int64 `[2 * size + 1]`, of the row's chunks; types: how each layer communicates ("p2p", ...).
+    bounds: int64 `[2 * size + 1]`, of the row's chunks; types: how each layer communicates ("p2p", ...);
+    device: of the model, for tensors. Raises ValueError if 2 * size does not divide the row.
+
+    The first layer computes what is cached here, and the others share it. The next microbatch has its own.
     """
 
     axis: Axis
     bounds: np.ndarray
     types: Sequence[str]
+    device: torch.device
     positions: np.ndarray = field(init=False)  # int64 [s/size], the tokens' positions in the row, ascending
-    plans: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)  # see `memoized`
+    plans: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)  # of `cached`
 
     def __post_init__(self) -> None:
         if self.bounds.max() % (2 * self.axis.size):
@@ -96,9 +136,9 @@ class SequenceShard:
         self.positions = self.token_indices(self.axis.rank)
 
     @staticmethod
-    def of_row(axis: Axis, s: int, types: Sequence[str]) -> "SequenceShard":
+    def of_row(axis: Axis, s: int, types: Sequence[str], device: torch.device) -> "SequenceShard":
         """Cut a row of s tokens into chunks of equal length."""
-        return SequenceShard(axis, np.arange(2 * axis.size + 1) * s // (2 * axis.size), types)
+        return SequenceShard(axis, np.arange(2 * axis.size + 1) * s // (2 * axis.size), types, device)
 
     def chunks(self, rank: int) -> list[tuple[int, int]]:
         """Return (begin, end) in the row of a rank's two chunks."""
@@ -121,22 +161,19 @@ class SequenceShard:
         end_of_keys = tokens // 2 if other < own else tokens
         return slice(first_query, tokens), slice(0, end_of_keys)
 
-    def block(self, other: int, device: torch.device) -> AttentionBlock | None:
-        """Return attention to the keys of rank `other`, tensors on the device.
-
-        None: no query sees one, as with documents (`variants/cp_documents.py`).
-        """
+    def block(self, other: int) -> AttentionBlock:
+        """Return attention to the keys of rank `other`."""
         queries, keys = self.query_key_rows(self.axis.rank, other)
         return AttentionBlock(queries, keys, Block(self.axis.rank == other))
 
-    @memoized
-    def ring(self, device: torch.device) -> list[AttentionBlock | None]:
-        """Return the blocks for the keys of this rank, of the one before it, ..."""
-        ranks = [(self.axis.rank - i) % self.axis.size for i in range(self.axis.size)]
-        return [self.block(other, device) for other in ranks]
+    @cached_property
+    def ring_blocks(self) -> list[AttentionBlock]:
+        """The blocks for the keys of this rank, of the one before it, ..."""
+        return [self.block((self.axis.rank - i) % self.axis.size) for i in range(self.axis.size)]
 
-    def gathered(self, device: torch.device) -> list[AttentionBlock]:
-        """Return the blocks, four at most, for all keys in the order of the row; tensors on the device."""
+    @cached_property
+    def gathered_blocks(self) -> list[AttentionBlock]:
+        """The blocks, four at most, for all keys in the order of the row."""
         half = len(self.positions) // 2
         blocks = []
         for i, (begin, end) in enumerate(self.chunks(self.axis.rank)):
@@ -146,18 +183,25 @@ class SequenceShard:
                 blocks.append(AttentionBlock(queries, slice(0, begin), Block()))
         return blocks
 
-    @memoized
-    def order(self, ranks: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the permutation of the tokens of `ranks` from rank after rank to the order of the row.
+    @cached_property
+    def row_order(self) -> TokenOrder:
+        """The order of the whole row."""
+        return self.order_of(range(self.axis.size))
 
-        -> permutation `[n]`, its inverse `[n]`, n tokens of these ranks.
-        """
-        order = np.argsort(np.concatenate([self.token_indices(rank) for rank in ranks]))
-        return to_device(order, device), to_device(np.argsort(order), device)
+    def order_of(self, ranks: range) -> TokenOrder:
+        """Return the order of the tokens of `ranks`."""
+        to_row = np.argsort(np.concatenate([self.token_indices(rank) for rank in ranks]))
+        return TokenOrder(to_device(to_row, self.device), to_device(np.argsort(to_row), self.device))
+
+    def cached(self, plan: Callable, *args: Any) -> Any:
+        """Return plan(self, *args), computed for the first layer that asks: what `variants/` cache here."""
+        if (plan, args) not in self.plans:
+            self.plans[plan, args] = plan(self, *args)
+        return self.plans[plan, args]
 
 
-def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
-    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `SequenceShard`.
+def shard_batch(batch: Batch, axis: Axis, types: Sequence[str], device: torch.device) -> Batch:
+    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types, device: of `SequenceShard`.
 
     Raises ValueError if attention stays inside documents and `axis` has several ranks.
     """
@@ -165,7 +209,7 @@ def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
         return batch
     if batch.cu_seqlens is not None:
         raise ValueError("documents over several ranks are cut by variants/cp_documents.py")
-    return batch.part(SequenceShard.of_row(axis, len(batch.positions), types))
+    return batch.part(SequenceShard.of_row(axis, len(batch.positions), types, device))
 
 
 def context_attention(
@@ -191,33 +235,29 @@ def context_attention(
         def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
             return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
 
-        return ulysses_attention(
-            q, k, v, shard.axis, order=shard.order(range(shard.axis.size), q.device), attend=whole_rows
-        )
+        return ulysses_attention(q, k, v, shard.axis, shard.row_order, whole_rows)
     if kind not in ("p2p", "allgather") or mask.window is not None:
         raise ValueError(f"{kind} with window {mask.window} is a variant, which pick_variants.py picks")
     if kind == "allgather":
-        blocks = shard.gathered(q.device)
-        order = shard.order(range(shard.axis.size), q.device)
-        return GatherFunction.apply(q, k, v, shard.axis, blocks, order, backend).flatten(2)
-    return RingFunction.apply(q, k, v, shard.axis, shard.ring(q.device), backend).flatten(2)
+        return GatherFunction.apply(
+            q, k, v, shard.axis, shard.gathered_blocks, shard.row_order, backend
+        ).flatten(2)
+    return RingFunction.apply(q, k, v, shard.axis, shard.ring_blocks, backend).flatten(2)
 
 
 class RingFunction(torch.autograd.Function):
     """p2p, as drawn above. q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    blocks: those of `SequenceShard.ring`.
+    blocks: `SequenceShard.ring_blocks`.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock | None], backend: str) -> torch.Tensor:
+    def forward(ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock], backend: str) -> torch.Tensor:
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = out.new_full((*q.shape[1:3], len(q)), -torch.inf)  # [b, n, s/cp]
         for block, kv in zip(blocks, ring_kv(k, v, axis), strict=True):
-            if block is not None:
-                k_seen, v_seen = kv[:, block.keys]
-                part, part_lse = attend(q[block.queries], k_seen, v_seen, block.kind, backend)
-                merge_(out, lse, block.queries, part, part_lse)
+            part, part_lse = block.forward(q, kv, backend)
+            merge_(out, lse, block.queries, part, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = axis, blocks, backend
@@ -231,14 +271,11 @@ class RingFunction(torch.autograd.Function):
         dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
         arriving = Pending(dkv)
         for block, kv in zip(blocks, ring_kv(k, v, axis), strict=True):
-            if block is not None:
-                dq_part, dk_part, dv_part = block_gradients(block, kv, dout, q, out, lse, backend)
+            dq_part, dk_part, dv_part = block.backward(dout, q, kv, out, lse, backend)
+            dq[block.queries] += dq_part
             dkv = arriving.wait()  # the sums for these keys, from the rank before
-            if block is not None:
-                dq[block.queries] += dq_part
-                dkv[0, block.keys] += dk_part
-                dkv[1, block.keys] += dv_part
-            arriving = start_ring_exchange(dkv, axis)
+            block.add_to(dkv, dk_part, dv_part)
+            arriving = start_ring_exchange(dkv, axis)  # they follow the keys to the next rank
         dk, dv = arriving.wait().to(k.dtype)  # those for this rank's own keys
         return dq.to(q.dtype), dk, dv, None, None, None
 
@@ -271,49 +308,23 @@ def merge_(
     lse[..., rows] = total
 
 
-def block_gradients(
-    block: AttentionBlock,
-    kv: Sequence[torch.Tensor],
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    backend: str,
-) -> tuple:
-    """Compute the gradients of a block's queries, keys and values.
-
-    kv `[2, s, b, g, d]`; dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
-    """
-    k, v = (x[block.keys] for x in kv)
-    return attend_backward(
-        dout[block.queries],
-        q[block.queries],
-        k,
-        v,
-        out[block.queries],
-        lse[..., block.queries],
-        block.kind,
-        backend,
-    )
-
-
 class GatherFunction(torch.autograd.Function):
     """allgather: q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    Keys and values are gathered again in the backward. blocks, order: of `SequenceShard.gathered`, `.order`.
+    Keys and values are gathered again in the backward. blocks, order: `SequenceShard.gathered_blocks`,
+    `.row_order`. `merge_rows` does at once for up to four parts what `merge_` does for one.
     """
 
     @staticmethod
     def forward(
-        ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock], order: tuple, backend: str
+        ctx, q, k, v, axis: Axis, blocks: list[AttentionBlock], order: TokenOrder, backend: str
     ) -> torch.Tensor:
-        kv = gather_kv(k, v, axis, order[0])
+        kv = gather_kv(k, v, axis, order)
         parts = []
         out = q.new_empty(q.shape)
         for block in blocks:
-            k_seen, v_seen = kv[:, block.keys]
-            part, lse = attend(q[block.queries], k_seen, v_seen, block.kind, backend)
-            parts.append(PartialRows(part, block.queries, lse))
+            part, part_lse = block.forward(q, kv, backend)
+            parts.append(PartialRows(part, block.queries, part_lse))
         lse = merge_rows(parts, out)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = axis, blocks, order, backend
@@ -323,27 +334,23 @@ class GatherFunction(torch.autograd.Function):
     def backward(ctx, dout: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
         axis, blocks, order, backend = ctx.args
-        kv = gather_kv(k, v, axis, order[0])
+        kv = gather_kv(k, v, axis, order)
         parts = []
         dq = q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for block in blocks:
-            part, *grads = block_gradients(block, kv, dout, q, out, lse, backend)
-            parts.append(PartialRows(part, block.queries))
-            for total, grad in zip(dkv, grads, strict=True):
-                if isinstance(block.keys, slice):
-                    total[block.keys] += grad
-                else:  # some keys are seen by both chunks of a document
-                    total.index_add_(0, block.keys, grad.float())
-        arriving = start_reduce_scatter(dkv.transpose(0, 1).index_select(0, order[1]), axis)
+            dq_part, dk_part, dv_part = block.backward(dout, q, kv, out, lse, backend)
+            parts.append(PartialRows(dq_part, block.queries))
+            block.add_to(dkv, dk_part, dv_part)
+        arriving = start_reduce_scatter(dkv.transpose(0, 1).index_select(0, order.to_ranks), axis)
         merge_rows(parts, dq)
         dk, dv = arriving.wait().to(k.dtype).unbind(1)
         return dq, dk, dv, None, None, None, None
 
 
-def gather_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
-    """Gather k, v `[s/cp, b, g, d]` of all ranks, then permute rows by order `[s]` -> `[2, s, b, g, d]`"""
-    return start_all_gather(torch.stack((k, v), 1), axis).wait()[order].transpose(0, 1)
+def gather_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: TokenOrder) -> torch.Tensor:
+    """Gather k, v `[s/cp, b, g, d]` of all ranks, in the order of the row -> `[2, s, b, g, d]`"""
+    return start_all_gather(torch.stack((k, v), 1), axis).wait()[order.to_row].transpose(0, 1)
 
 
 def ulysses_attention(
@@ -351,14 +358,13 @@ def ulysses_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     axis: Axis,
-    order: tuple[torch.Tensor, torch.Tensor],
+    order: TokenOrder,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """a2a: call attend(q, k, v) on all tokens of the axis, in the row's order, for this rank's heads.
 
-    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order `[s*cp]`,
-    twice: `SequenceShard.order` of the axis. With fewer key/value heads than ranks, those that share one get
-    copies.
+    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`; order: of the
+    tokens of its ranks. With fewer key/value heads than ranks, those that share one get copies.
     """
     s, b, n, d = q.shape
     g = k.shape[2]
@@ -367,8 +373,7 @@ def ulysses_attention(
     k, v = (x.repeat_interleave(max(axis.size // g, 1), dim=2) for x in (k, v))
     blocks = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]
     mine = all_to_all(blocks.permute(2, 0, 1, 3, 4).flatten(0, 1), axis)
-    to_row, to_ranks = order
-    mine = Reorder.apply(mine, to_row, to_ranks)
+    mine = Reorder.apply(mine, order.to_row, order.to_ranks)
     q, k, v = mine.split([x.shape[2] // axis.size for x in (q, k, v)], dim=2)
-    context = Reorder.apply(attend(q, k, v), to_ranks, to_row)  # [ranks * s, b, n/ranks * d]
+    context = Reorder.apply(attend(q, k, v), order.to_ranks, order.to_row)  # [ranks * s, b, n/ranks * d]
     return all_to_all(context, axis).unflatten(0, (axis.size, s)).permute(1, 2, 0, 3).reshape(s, b, n * d)

@@ -4,7 +4,8 @@ Tests: tests/test_model.py. Page: docs/architecture.md.
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-A layer's other forms are functions that the `pick_` files set in place of the core's:
+A layer's other forms are functions of the layer and its input. The `pick_` files set them in place of the
+core's:
 
     MLP.run                        run_mlp                          FP8 operands made by the activation
     OutputLayer.linear             LinearFunction                   FP8, tiles that overlap with tp
@@ -13,6 +14,7 @@ A layer's other forms are functions that the `pick_` files set in place of the c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, apply_dropout
 from nanomegatron.ops.norm import norm
-from nanomegatron.ops.swiglu import activation, plain_act
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, accumulate, replicated, scaled_std
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import (
@@ -113,9 +115,8 @@ class MLP(nn.Module):
         h = config.hidden_size
         inner = {"gate": ffn, "up": ffn} if config.gated else ffn
         bias = not config.disable_bias_linear
+        self.config = config
         self.activation = activation(config)
-        self.plain_act = plain_act(config)
-        self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute = recompute
         self.linear_fc1 = ColumnParallelLinear(
             h,
@@ -136,9 +137,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, batch: Batch | None = None) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return self.run(self, x, self.linear_fc1, self.linear_fc2)
-
+        run = partial(self.run, self, linear_fc1=self.linear_fc1, linear_fc2=self.linear_fc2)
         return recomputed(run, x, when=self.recompute)
 
 

@@ -51,23 +51,16 @@ class TransformerLayer(nn.Module):
     rotary_kind: which of the model's rotary embeddings it has (`TransformerConfig.rotary_kinds`).
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer: int,
-        tp: Axis,
-        init: Init,
-        mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
         self.layer = layer
         self.rotary_kind = config.rotary_kinds[layer]
-        self.input_layernorm = norm_at("pre", config, tp, init.at("input_layernorm"))
-        self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
-        self.post_attention_layernorm = norm_at("post", config, tp, init.at("post_attention_layernorm"))
-        self.pre_mlp_layernorm = norm_at("pre", config, tp, init.at("pre_mlp_layernorm"))
-        self.post_mlp_layernorm = norm_at("post", config, tp, init.at("post_mlp_layernorm"))
-        self.mlp = feed_forward(config, layer, tp, init.at("mlp"), mesh)
+        self.input_layernorm = norm_at("pre", config, mesh.tp, init.at("input_layernorm"))
+        self.self_attention = SelfAttention(config, layer, mesh.tp, init.at("self_attention"))
+        self.post_attention_layernorm = norm_at("post", config, mesh.tp, init.at("post_attention_layernorm"))
+        self.pre_mlp_layernorm = norm_at("pre", config, mesh.tp, init.at("pre_mlp_layernorm"))
+        self.post_mlp_layernorm = norm_at("post", config, mesh.tp, init.at("post_mlp_layernorm"))
+        self.mlp = feed_forward(config, layer, mesh, init.at("mlp"))
         self.dropout = BranchDropout(config, layer)
 
     def forward(
@@ -86,12 +79,12 @@ def norm_at(place: str, config: TransformerConfig, tp: Axis, init: Init) -> nn.M
     return Norm(config, config.hidden_size, tp, init, partial_grad=config.sequence_parallel)
 
 
-def feed_forward(config: TransformerConfig, layer: int, tp: Axis, init: Init, mesh: Mesh) -> nn.Module:
+def feed_forward(config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> nn.Module:
     """Build the MLP of a layer, or its experts."""
     if config.num_experts is None or not config.moe_layers[layer]:
-        return MLP(config, tp, init, config.ffn_size, config.recomputes("mlp"))
+        return MLP(config, mesh.tp, init, config.ffn_size, config.recomputes("mlp"))
     size = config.moe_shared_expert_intermediate_size
-    shared = MLP(config, tp, init.at("shared_experts"), size) if size else None
+    shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
     return MoELayer(config, layer, mesh, init, activation(config), shared)
 
 
@@ -112,14 +105,12 @@ def run_layers(
 class StageSpec:
     """The part of the model that a GPTModel holds; by default the whole model.
 
-    mesh: its axis `embed` is for tied embeddings, ep and etp for experts. word_embeddings: the weight of the
-    embedding, if another GPTModel on this rank holds it.
+    word_embeddings: the weight of the embedding, if another GPTModel on this rank holds it.
     """
 
     layers: range | None = None
     pre_process: bool = True  # has the embedding
     post_process: bool = True  # has the final norm, output layer and loss
-    mesh: Mesh = Mesh()
     word_embeddings: nn.Parameter | None = None
 
 
@@ -139,15 +130,18 @@ class GPTModel(nn.Module):
         vocab_size: int,
         max_sequence_length: int,
         padded_vocab_size: int | None = None,
-        tp: Axis | None = None,
+        mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
         init: Init = Init(),  # noqa: B008 (frozen)
         stage: StageSpec = StageSpec(),
     ) -> None:
-        """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp."""
+        """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp.
+
+        mesh: weights are sharded over its axes tp, ep and etp; stages share tied embeddings over `embed`.
+        """
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.tp = tp = tp or stage.mesh.tp
+        self.tp = tp = mesh.tp
         self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
         self.input_tensor: torch.Tensor | None = None
         self.pre_process = stage.pre_process
@@ -155,11 +149,11 @@ class GPTModel(nn.Module):
         sizes = (vocab_size, self.padded_vocab_size)
         decoder = init.at("decoder", config.init_method_std)
         tied = not config.untie_embeddings_and_output_weights
-        words = stage.word_embeddings
-        if words is None and (stage.pre_process or (stage.post_process and tied)):
+        embedding_weight = stage.word_embeddings
+        if embedding_weight is None and (stage.pre_process or (stage.post_process and tied)):
             name = "embedding.word_embeddings.weight"
-            words = new_parameter(
-                vocab_spec(name, sizes, config.hidden_size, tp, tied, stage.mesh.embed), decoder
+            embedding_weight = new_parameter(
+                vocab_spec(name, sizes, config.hidden_size, tp, tied, mesh.embed), decoder
             )
         self.embedding = None
         if stage.pre_process:
@@ -168,13 +162,13 @@ class GPTModel(nn.Module):
                 vocab_size,
                 self.padded_vocab_size,
                 max_sequence_length,
-                words,
+                embedding_weight,
                 tp,
                 init.at("embedding", config.init_method_std),
             )
         layers = range(config.num_layers) if stage.layers is None else stage.layers
         self.layers = nn.ModuleList(
-            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.mesh) for i in layers
+            TransformerLayer(config, i, mesh, decoder.at(f"layers.{i}")) for i in layers
         )
         self.final_layernorm = self.output_layer = None
         if stage.post_process:
@@ -185,12 +179,13 @@ class GPTModel(nn.Module):
                 decoder.at("final_layernorm"),
                 partial_grad=config.sequence_parallel,
             )
+            output_weight = embedding_weight
             if not tied:
                 spec = vocab_spec("output_layer.weight", sizes, config.hidden_size, tp)
-                words = new_parameter(spec, decoder)
+                output_weight = new_parameter(spec, decoder)
             elif stage.pre_process or stage.word_embeddings is not None:
-                words.spec = replace(words.spec, uses=2)
-            self.output_layer = OutputLayer(config, vocab_size, words, tp)
+                output_weight.spec = replace(output_weight.spec, uses=2)
+            self.output_layer = OutputLayer(config, vocab_size, output_weight, tp)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
         """Set the next forward's input x `[s, b, h]` or `[s/tp, b, h]`, the output of the previous stage."""
@@ -203,18 +198,13 @@ class GPTModel(nn.Module):
 
         Return the loss, fp32 and the same on all tp ranks; without labels the logits, with a cache those of
         the last token. A stage before the last returns the residual stream, with sequence_parallel sharded.
-        Raises RuntimeError if a stage lacks its input tensor; and under sequence parallelism for a loss in
-        eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
+        Raises RuntimeError if a stage lacks its input tensor, and as `check_mode`.
         """
+        self.check_mode(labels)
         config = self.config
-        stream = Axis.single()  # over which the residual stream is sharded along the sequence
-        if config.sequence_parallel and self.training:
-            stream = self.tp
-        elif config.sequence_parallel and self.tp.size > 1 and labels is not None and torch.is_grad_enabled():
-            raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
-        rotary: dict[str | None, tuple | None] = {None: None}
-        for kind in {layer.rotary_kind for layer in self.layers} - {None}:
-            rotary[kind] = rope_angles(batch.rotary_positions, config, kind == "local")
+        # The axis over which the residual stream is sharded along the sequence.
+        stream = self.tp if config.sequence_parallel and self.training else Axis.single()
+        rotary = self.rotary_of(batch)
         batch = replace(batch, residual_positions=own_slice(batch.positions, stream))
         x = self.input_tensor
         self.input_tensor = None
@@ -231,3 +221,19 @@ class GPTModel(nn.Module):
             return x
         x = x if cache is None else x[-1:]
         return self.output_layer(self.final_layernorm(x), labels, batch.loss_weights)
+
+    def rotary_of(self, batch: Batch) -> dict[str | None, tuple | None]:
+        """Return cos and sin of positions, by `rotary_kind`: `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` each."""
+        rotary: dict[str | None, tuple | None] = {None: None}
+        for kind in {layer.rotary_kind for layer in self.layers} - {None}:
+            rotary[kind] = rope_angles(batch.rotary_positions, self.config, kind == "local")
+        return rotary
+
+    def check_mode(self, labels: torch.Tensor | None) -> None:
+        """Raise RuntimeError for a loss in eval mode with gradients, under sequence parallelism.
+
+        Such gradients would be whole on each rank, where `dp.py` sums partial ones. labels `[b, s]`
+        """
+        sharded = self.config.sequence_parallel and self.tp.size > 1
+        if sharded and not self.training and labels is not None and torch.is_grad_enabled():
+            raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")

@@ -59,7 +59,7 @@ class Paths:
     layers: Callable = run_layers  # GPTModel.run_layers
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8LayerState.matmuls
-    context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
+    context_attention: Callable | None = None  # SelfAttention.context_attention, over the ranks of cp
     gate: Callable = GateFunction.apply  # Router.gate
     moe: OverlappedMoe | None = None  # MoELayer.run, MoELayer.dispatcher
     loss: Callable = logits_then_loss  # OutputLayer.loss
@@ -101,7 +101,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         return paths
 
     if take:
-        paths = replace(paths, context=Ring(peers), gate=SplitGateFunction.apply, producers=True)
+        paths = replace(paths, context_attention=Ring(peers), gate=SplitGateFunction.apply, producers=True)
 
     if parallel.tp_comm_overlap:
         paths = replace(paths, linear=partial(overlapped_linear, peers), fp8=OverlappedFp8Matmuls(peers))
@@ -136,8 +136,8 @@ def install(stages: ModelChunks, paths: Paths) -> ModelChunks:
         if isinstance(module, OutputLayer):
             quantizes = reads_only_fp8(module) and not module.config.final_logit_softcapping
             module.loss = quantizing_loss if paths.producers and quantizes else paths.loss
-        elif isinstance(module, SelfAttention) and paths.context:
-            module.context = attention_over_cp(paths.context, module.mask, stages.cp)
+        elif isinstance(module, SelfAttention) and paths.context_attention:
+            module.context_attention = attention_over_cp(paths.context_attention, module.mask, stages.cp)
         elif isinstance(module, MLP):
             module.run = mlp_run(module, paths)
         elif isinstance(module, MoELayer) and paths.moe:

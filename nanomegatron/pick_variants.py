@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanomegatron.attention import SelfAttention
@@ -65,14 +66,14 @@ def pick_attention(attention: SelfAttention, cp: Axis) -> None:
     config = attention.config
     attention.has_variants = True
     attention.mask = replace(attention.mask, cap=config.attn_logit_softcapping)
-    attention.context = attention_over_cp(context_attention, attention.mask, cp)
+    attention.context_attention = attention_over_cp(context_attention, attention.mask, cp)
     if config.qk_layernorm_all_heads:
         attention.q_norm = HeadsNorm(attention.q_norm, config.num_attention_heads * config.head_dim)
         attention.k_norm = HeadsNorm(attention.k_norm, config.num_kv_heads * config.head_dim)
 
 
 def attention_over_cp(context: Callable, mask: Mask, cp: Axis) -> Callable:
-    """Return `SelfAttention.context` of a layer with this mask: `context`, or what takes its place."""
+    """Return the `context_attention` of a layer with this mask: `context`, or what takes its place."""
     if mask.cap:
         return capped_attention
     if mask.window is not None:
@@ -119,12 +120,15 @@ def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
     return [schedule.at, vocabulary.at, lambda samples: optimizer.weight_decay]
 
 
-def batch_sharding(config: Config) -> Callable[..., Batch]:
-    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`"""
+def batch_sharding(config: Config, device: torch.device) -> Callable[..., Batch]:
+    """Return what cuts a batch over the ranks of an axis: (batch, axis) -> this rank's tokens `[b, s/cp]`
+
+    device: of the model.
+    """
     types = config.parallel.cp_types(config.model.num_layers)
     if config.data.reset_attention_mask or config.data.variable_seq_lengths:
-        return partial(shard_documents, types=types)
-    return partial(shard_batch, types=types)
+        return partial(shard_documents, types=types, device=device)
+    return partial(shard_batch, types=types, device=device)
 
 
 def pick_dataset(data: DataConfig) -> type[Samples]:
@@ -136,7 +140,7 @@ def build_loader(
     dataset: Any, config: Config, mesh: Mesh, model: ModelChunks, eod: int
 ) -> BatchLoader | PackLoader:
     """Make the loader of this rank's microbatches of a dataset. config: resolved."""
-    shard = batch_sharding(config)
+    shard = batch_sharding(config, mesh.device)
     if config.data.variable_seq_lengths:
         return PackLoader(dataset, config, eod, mesh, model[0].padded_vocab_size, shard)
     return BatchLoader(

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import read_folder
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, StageSpec
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pick_variants import pick_variants
 
@@ -195,8 +196,8 @@ def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **ch
     """Our model of the folder's config.json with its weights."""
     config = build_config(read_folder(folder)[1] | changes)
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
-    stage = StageSpec(mesh=experts or Mesh())
-    model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
+    mesh = replace(experts or Mesh(), tp=tp or Axis.single("tp"))
+    model = GPTModel(config.model, **sizes, mesh=mesh, init=Init(dtype=dtype))
     pick_variants(model, Axis.single("cp"))
     hf.load_weights(folder, model.parameters(), config.model, config.data.vocab_size)
     return model

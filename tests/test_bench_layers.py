@@ -12,8 +12,8 @@ from benchmarks.session import Session, arguments
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Axis, World
-from nanomegatron.variants.cp_documents import DocumentShard
 from tests.spmd import run_spmd
+from tests.test_cp_shard import shard_of
 
 
 def bench(world: World, *argv: str) -> None:
@@ -47,7 +47,7 @@ def rows_sent(bounds, ranks: int) -> int:
     places = []
     for rank in range(ranks):
         axis = Axis("cp", ranks, rank, tuple(range(ranks)))
-        places.append(DocumentShard.of_documents(axis, bounds[-1], ["p2p"], np.array(bounds)).positions)
+        places.append(shard_of(axis, bounds[-1], ["p2p"], np.array(bounds)).positions)
     document = [np.searchsorted(bounds, own, side="right") for own in places]
 
     def seen(queries: int, keys: int) -> int:

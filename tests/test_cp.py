@@ -14,14 +14,13 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig
 from nanomegatron.cp import SequenceShard, context_attention, shard_batch
 from nanomegatron.data.loader import BatchLoader, load_batch
-from nanomegatron.fast import ring
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.pick_variants import attention_over_cp, batch_sharding
 from tests.spmd import run_spmd, spmd
-from tests.test_cp_shard import shard_of
+from tests.test_cp_shard import CPU, shard_of
 
 KINDS = ["p2p", "allgather", "a2a", "a2a+p2p"]
 FORMS = {"plain": context_attention, "fast": Ring(PeerAccess({}))}
@@ -163,7 +162,7 @@ def test_the_next_keys_are_under_way_while_these_are_used(mesh):
         return noting("send", real(*which, **how))
 
     with (
-        patch.object(ring, "attend", noting("attend", ring.attend)),
+        patch.object(cp, "attend", noting("attend", cp.attend)),
         patch.object(cp, "attend_backward", noting("backward", cp.attend_backward)),
         patch.object(PeerAccess, "ring", noting_ring),
     ):
@@ -179,7 +178,7 @@ def softmax_by_heads(mesh):
         asked.append(fused_softmax)
         return real(*args, fused_softmax=fused_softmax, **more)
 
-    shard, x = SequenceShard.of_row(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
+    shard, x = SequenceShard.of_row(mesh.cp, 8, ("a2a",), CPU), torch.randn(4, 1, 2, 8)
     with patch.object(cp, "core_attention", noting):
         for fused in (True, False):
             cp.context_attention(x, x, x, shard, 0, Mask(True, None), "unfused", fused)
@@ -203,7 +202,7 @@ def test_a_ring_of_one_group():
 @spmd(world=4, cp=4)
 def test_heads_that_cannot_be_shared_out(mesh):
     for n, g, sizes in ((6, 6, "6 query, 6"), (12, 3, "12 query, 3")):
-        shard = SequenceShard.of_row(mesh.cp, S, ("a2a",))
+        shard = SequenceShard.of_row(mesh.cp, S, ("a2a",), CPU)
         q, k = torch.randn(12, 1, n, 8), torch.randn(12, 1, g, 8)
         with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be divided over 4 ranks"):
             context_attention(q, k, k, shard, 0, Mask(), "flash")
@@ -251,7 +250,7 @@ def settings(documents):
 
 def cut_batch(mesh, documents):
     model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    shard = partial(batch_sharding(Config(model=model, data=settings(documents))), axis=mesh.cp)
+    shard = partial(batch_sharding(Config(model=model, data=settings(documents)), CPU), axis=mesh.cp)
     batch = BatchLoader(Text(), settings(documents), 0, mesh.dp, "cpu", True, shard).get(0)
     assert torch.equal(batch.positions, torch.from_numpy(batch.shard.positions))
     names = ("tokens", "labels", "loss_mask") + ("position_ids",) * documents
@@ -276,8 +275,9 @@ def test_the_core_refuses_what_variants_compute():
     x = torch.randn(4, 1, 2, 8)
     for kind, window in (("p2p", 3), ("allgather", 3), ("a2a+p2p", None)):
         with pytest.raises(ValueError, match="is a variant, which pick_variants.py picks"):
-            context_attention(x, x, x, SequenceShard.of_row(axis, 8, (kind,)), 0, Mask(True, window), "flash")
+            shard = SequenceShard.of_row(axis, 8, (kind,), CPU)
+            context_attention(x, x, x, shard, 0, Mask(True, window), "flash")
     batch = load_batch(Text(), np.arange(1), settings(documents=True), 0)
     with pytest.raises(ValueError, match="documents over several ranks"):
-        shard_batch(batch, axis, ("p2p",))
-    assert shard_batch(batch, Axis.single("cp"), ("p2p",)) is batch
+        shard_batch(batch, axis, ("p2p",), CPU)
+    assert shard_batch(batch, Axis.single("cp"), ("p2p",), CPU) is batch

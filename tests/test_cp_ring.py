@@ -19,7 +19,7 @@ from tests.test_cp_shard import ROWS, expected_scores, scores_of, shards, shards
 
 def rounds_of(size, group, lengths):
     """The rounds of each group of ranks."""
-    return [plan_rounds(shard, CPU) for shard in shards_of_groups(size, group, lengths)]
+    return [plan_rounds(shard) for shard in shards_of_groups(size, group, lengths)]
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
@@ -62,7 +62,7 @@ def test_transfers_fit_together(size, group, lengths):
 
 def test_two_ranks_that_are_met_alike_are_one_step():
     for shard in shards(4, None):
-        steps = [step for this in plan_rounds(shard, CPU) for step in this.steps]
+        steps = [step for this in plan_rounds(shard) for step in this.steps]
         assert len(steps) == {0: 3, 1: 4, 2: 3, 3: 3}[shard.axis.rank]
         sizes = [
             len(shard.positions[step.queries]) * (step.keys.stop - step.keys.start) for step in steps[1:]
@@ -72,8 +72,8 @@ def test_two_ranks_that_are_met_alike_are_one_step():
 
 def test_a_shard_is_planned_once_and_forgotten_with_it():
     ring, (shard, other) = Ring(PeerAccess({})), shards(2, [20, 28])
-    first = ring.rounds(shard, CPU)
-    assert ring.rounds(shard, CPU) is first is not ring.rounds(other, CPU)
+    first = ring.rounds(shard)
+    assert ring.rounds(shard) is first is not ring.rounds(other)
     assert len(ring.plans) == 2
     del shard
     assert len(ring.plans) == 1

@@ -11,7 +11,7 @@ from nanomegatron.cp import SequenceShard
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, ranges
 from nanomegatron.variants.cp_documents import DocumentShard, chunk_bounds
-from nanomegatron.variants.cp_hierarchy import groups_of
+from nanomegatron.variants.cp_hierarchy import TwoLevels, groups_of
 from nanomegatron.variants.cp_windows import window_blocks
 
 CPU = torch.device("cpu")
@@ -25,11 +25,11 @@ ROWS = {  # lengths of documents in rows of 48
 }
 
 
-def shard_of(axis, s, types, cu_seqlens):
+def shard_of(axis, s, types, cu_seqlens, device=CPU):
     """The shard of a row, or of one that is a pack of documents."""
     if cu_seqlens is None:
-        return SequenceShard.of_row(axis, s, types)
-    return DocumentShard.of_documents(axis, s, types, cu_seqlens)
+        return SequenceShard.of_row(axis, s, types, device)
+    return DocumentShard.of_documents(axis, s, types, device, cu_seqlens)
 
 
 def shards(size, lengths, s=48):
@@ -46,7 +46,6 @@ def shards_of_groups(size, group, lengths):
         inner = Axis("cp", group, 0, shard.axis.ranks[i * group :][:group])
         outer = Axis("cp across", size // group, i, shard.axis.ranks[::group])
         shard.axis = replace(shard.axis, levels=(inner, outer))
-    assert all(groups_of(shard) is groups_of(shard) for shard in found), "made once"
     return [groups_of(shard) for shard in found]
 
 
@@ -80,10 +79,9 @@ def expected_scores(lengths, window=None, s=48):
 def test_a_ring_computes_every_score_once(size, group, lengths):
     parts, seen = shards_of_groups(size, group, lengths), np.zeros((48, 48), int)
     for own, shard in enumerate(parts):
-        for i, step in enumerate(shard.ring(CPU)):
-            if step is not None:
-                other = (own - i) % len(parts)
-                scores_of(step, shard.token_indices(own), shard.token_indices(other), seen)
+        for i, step in enumerate(shard.ring_blocks):
+            other = (own - i) % len(parts)
+            scores_of(step, shard.token_indices(own), shard.token_indices(other), seen)
     assert (seen == expected_scores(lengths)).all()
 
 
@@ -93,7 +91,7 @@ def test_a_ring_computes_every_score_once(size, group, lengths):
 def test_gathered_keys_give_every_score_once(size, group, lengths, window):
     seen = np.zeros((48, 48), int)
     for shard in shards_of_groups(size, group, lengths):
-        steps = shard.gathered(CPU) if window is None else window_blocks(shard, window, CPU)
+        steps = shard.gathered_blocks if window is None else window_blocks(shard, window)
         for step in steps:
             scores_of(step, shard.positions, np.arange(48), seen)
     assert (seen == expected_scores(lengths, window)).all()
@@ -102,9 +100,26 @@ def test_gathered_keys_give_every_score_once(size, group, lengths, window):
 def test_layers_with_other_windows_have_other_steps():
     """Of one row: a shard keeps the plan of each."""
     shard = shards(2, ROWS["several"])[0]
-    first, second = (window_blocks(shard, window, CPU) for window in (5, 9))
+    first, second = (shard.cached(window_blocks, window) for window in (5, 9))
     assert first[0].kind.window == 5 and second[0].kind.window == 9
-    assert window_blocks(shard, 5, CPU) is first
+    assert shard.cached(window_blocks, 5) is first
+
+
+def test_layers_share_the_plans_of_a_hierarchy():
+    """Of one microbatch."""
+    x = torch.zeros(24, 1, 2, 8)
+    groups = []
+
+    def between(q, k, v, shard, **_):
+        groups.append(shard)
+        return q.flatten(2)
+
+    shard = shards(2, ROWS["several"])[0]
+    shard.types = ("a2a+p2p", "a2a+p2p")
+    shard.axis = replace(shard.axis, levels=(Axis.single("cp"), shard.axis))
+    for layer in (0, 1):
+        TwoLevels(between)(x, x, x, shard, layer, Mask(), "flash")
+    assert groups[0] is groups[1] and len(shard.plans) == 2
 
 
 @pytest.mark.parametrize("lengths", [None, ROWS["several"]])
@@ -139,7 +154,7 @@ def test_work_is_equal():
 def test_no_score_is_computed_to_be_thrown_away():
     """Blocks are full but for the one of a rank's own keys, which is causal."""
     for shard in shards(4, None):
-        own, *others = shard.ring(CPU)
+        own, *others = shard.ring_blocks
         assert own.kind.causal and not any(step.kind.causal for step in others)
         sizes = [len(shard.positions[step.queries]) * (step.keys.stop - step.keys.start) for step in others]
         assert sizes == [12 * 12 / 2] * 3
@@ -151,9 +166,10 @@ def test_orders_of_gathered_tokens(lengths):
         size = shard.axis.size
         for ranks in (range(size), range(size // 2), range(size // 2, size), range(1)):
             there = np.concatenate([shard.token_indices(rank) for rank in ranks])
-            order, inverse = shard.order(ranks, CPU)
+            order, inverse = shard.order_of(ranks)
             assert (np.diff(there[order]) > 0).all() and (there[order][inverse] == there).all()
-            assert shard.order(ranks, CPU)[0] is order, "made once"
+        assert torch.equal(shard.row_order.to_row, shard.order_of(range(size)).to_row)
+        assert shard.row_order is shard.row_order, "made once"
 
 
 def test_chunks_of_any_lengths():

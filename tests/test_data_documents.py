@@ -147,7 +147,7 @@ def loaders_of(data, dp, cp, count=8, **kwargs):
         mesh = SimpleNamespace(
             device=torch.device("cpu"), dp_cp=place, cp=Neighbours(rank=rank % cp, size=cp)
         )
-        yield PackLoader(data, config, EOD, mesh, 128, batch_sharding(config))
+        yield PackLoader(data, config, EOD, mesh, 128, batch_sharding(config, mesh.device))
 
 
 def seen(batches):

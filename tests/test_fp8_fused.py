@@ -12,7 +12,7 @@ from nanomegatron.fast.fp8_producers import fp8_placeholder, quantizing_mlp, qua
 from nanomegatron.fast.fused_layer import FusedLayers
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Mesh
 from nanomegatron.model import TransformerLayer, run_layers
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_
 from nanomegatron.ops.fp8_cast import Fp8Output
@@ -56,7 +56,7 @@ MODELS = [{}, GPT2 | {"hidden_dropout": 0.1}, GPT2 | {"squared_relu": True, "dis
 def layer_of(recipe, dtype=torch.float32, early=True, **more):
     """A layer in FP8, its scales, and what runs it; early: norms and units quantize."""
     config = config_of(**more)
-    layer = TransformerLayer(config, 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
+    layer = TransformerLayer(config, 0, Mesh(), Init(3, dtype, CPU, "layer"))
     recipe = Recipe(RECIPES[recipe])
     attention, mlp = layer.self_attention, layer.mlp
     linears = attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2

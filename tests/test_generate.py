@@ -41,10 +41,11 @@ LLAMA = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
+ALONE = Mesh()
 PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]
 
 
-def build(family: dict, tp=None) -> ModelChunks:
+def build(family: dict, mesh=ALONE) -> ModelChunks:
     """Large weights, so that the likeliest token is likelier than rounding; dropout, which must stay off."""
     config = TransformerConfig(
         *(2, 32, 4),
@@ -55,7 +56,7 @@ def build(family: dict, tp=None) -> ModelChunks:
         **family,
     )
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED)
-    model = GPTModel(config, **sizes, tp=tp)
+    model = GPTModel(config, **sizes, mesh=mesh)
     pick_variants(model, Axis.single("cp"))
     return ModelChunks([model])
 
@@ -189,7 +190,7 @@ def texts(model: ModelChunks) -> list[list[list[int]]]:
 
 
 def rank_text(mesh, family: dict) -> list[list[list[int]]]:
-    return texts(build(family, mesh.tp))
+    return texts(build(family, mesh))
 
 
 def test_tensor_parallel_equals_one_process(model, full):

@@ -16,7 +16,7 @@ from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size
 from nanomegatron.layers import Norm
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pick_variants import pick_variants
@@ -25,6 +25,7 @@ from tests.spmd import run_spmd
 
 VOCAB, SEQUENCE = 61, 12
 GPT2 = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+ALONE = Mesh()
 LLAMA = TransformerConfig(
     num_layers=2,
     hidden_size=32,
@@ -69,11 +70,11 @@ LLAMA_TP = TransformerConfig(
 )
 
 
-def build(config, tp=None, vocab=VOCAB, scale=1.0):
+def build(config, mesh=ALONE, vocab=VOCAB, scale=1.0):
     """A model whose parameters are all away from their special initial values 0 and 1."""
     padded = padded_vocab_size(vocab, 4, 4)
     sizes = dict(vocab_size=vocab, max_sequence_length=SEQUENCE, padded_vocab_size=padded)
-    model = GPTModel(config, tp=tp, init=Init(seed=3), **sizes)
+    model = GPTModel(config, mesh=mesh, init=Init(seed=3), **sizes)
     for param in model.parameters():
         for part in param.spec.parts:
             generator = torch.Generator().manual_seed(crc32(part.name.encode()))
@@ -275,7 +276,7 @@ def cut_over_tp(mesh, config):
     inputs = replace(inputs, loss_weights=torch.full(labels.shape, 1 / labels.numel()))
     losses, grads = [], []
     for axis in Axis.single(), mesh.tp:
-        model = build(config if axis is mesh.tp else replace(config, **PLAIN), axis, scale=0.1)
+        model = build(config if axis is mesh.tp else replace(config, **PLAIN), Mesh(tp=axis), scale=0.1)
         losses.append(model(inputs, labels))
         (losses[-1] * inputs.loss_weights).sum().backward()
         parts = [(part, part.local_view(p.grad)) for p in model.parameters() for part in p.spec.parts]
@@ -316,10 +317,10 @@ def test_tensor_parallel_is_one_process(config, tp):
 
 
 def loss_in_eval_mode(mesh):
-    model = build(replace(LLAMA, sequence_parallel=True), mesh.tp).eval()
+    model = build(replace(LLAMA, sequence_parallel=True), mesh).eval()
     inputs, labels = batch()
     with torch.no_grad():
-        expected = build(LLAMA, mesh.tp)(inputs, labels)
+        expected = build(LLAMA, mesh)(inputs, labels)
         torch.testing.assert_close(model(inputs, labels), expected)
     with pytest.raises(RuntimeError, match=r"use model.train\(\)"):
         model(inputs, labels)
@@ -348,7 +349,7 @@ def test_initial_weights_do_not_depend_on_tp(config):
                 vocab_size=VOCAB,
                 max_sequence_length=SEQUENCE,
                 padded_vocab_size=64,
-                tp=Axis("tp", size, rank, tuple(range(size))),
+                mesh=Mesh(tp=Axis("tp", size, rank, tuple(range(size)))),
             )
             for param in model.parameters():
                 for part in param.spec.parts:

@@ -243,7 +243,7 @@ def test_norms_before_experts_are_recomputed(shared):
     found = []
     for more in ({}, again):
         config, calls = replace(CONFIG, **parts, **more), []
-        layer = TransformerLayer(config, 1, Axis.single(), Init(seed=3, name="decoder.layers.1", std=0.3))
+        layer = TransformerLayer(config, 1, Mesh(), Init(seed=3, name="decoder.layers.1", std=0.3))
         pick_variants(layer, Axis.single("cp"))
         x = torch.randn(6, 2, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
 

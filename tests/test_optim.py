@@ -359,7 +359,7 @@ LLAMA = TransformerConfig(
 def train(mesh, dtype=torch.float32):
     """Norms of three steps and the final weights of the shards."""
     model = GPTModel(
-        LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp, init=Init(dtype=dtype)
+        LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, mesh=mesh, init=Init(dtype=dtype)
     )
     grads = ParamAndGradBuckets(model, ParallelConfig(), mesh)
     optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[1e-2] * 3] * 3)

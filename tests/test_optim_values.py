@@ -182,7 +182,7 @@ MODEL = TransformerConfig(1, 16, 4, untie_embeddings_and_output_weights=True, di
 
 def numbers(mesh: Mesh, strategy: str = "no_shard") -> tuple[float, int]:
     """Norm of the parameters and zero gradients of a model that has seen the tokens 0 to 4 of 29."""
-    sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp)
+    sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, mesh=mesh)
     model = GPTModel(MODEL, **sizes)
     flags = ParallelConfig(data_parallel_sharding_strategy=strategy, ddp_bucket_size=1000)
     grads = buckets_class(flags)(model, flags, mesh)

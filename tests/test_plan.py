@@ -19,7 +19,7 @@ from nanomegatron.fast.fused_loss import FusedLossFunction, fused_output_loss
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fp8 import Scales
 from nanomegatron.layers import logits_then_loss
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import cross_entropy
 from nanomegatron.ops.attention import choose_backend
@@ -36,6 +36,7 @@ from nanomegatron.pp import ModelChunks
 from tests.spmd import run_spmd
 
 CPU, CUDA = Machine(gpu=False, kernels=False), Machine(kernels=False)  # with kernels: test_model_kernels.py
+ALONE = Mesh()
 LLAMA = dict(
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -113,7 +114,7 @@ def test_parameters_are_those_of_the_model(family, tp):
     model = TINY[family]
     axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
     sizes = dict(vocab_size=100, max_sequence_length=32, padded_vocab_size=128)
-    built = GPTModel(model, tp=axis, init=Init(device=torch.device("meta")), **sizes)
+    built = GPTModel(model, mesh=Mesh(tp=axis), init=Init(device=torch.device("meta")), **sizes)
     pick_variants(built, Axis.single("cp"))
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model, 128, tp)
 
@@ -137,14 +138,14 @@ TINY = {
 
 
 def bytes_kept(
-    model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=None, recipe=None, fp8=()
+    model: TransformerConfig, s: int, b: int, dtype: torch.dtype, mesh=ALONE, recipe=None, fp8=()
 ) -> int:
     """What autograd holds after a forward pass of the real model, every storage once, parameters apart.
 
     recipe: of FP8, if any; fp8: a list for the states of the layers.
     """
     built = GPTModel(
-        model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, tp=tp, init=Init(dtype=dtype)
+        model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, mesh=mesh, init=Init(dtype=dtype)
     )
     pick_variants(built, Axis.single("cp"))
     if recipe is not None:
@@ -200,7 +201,7 @@ LAYOUTS = {
 def kept_on_a_rank(mesh, models):
     """Bytes a token of two and of three layers of each."""
     return [
-        [bytes_kept(replace(m, num_layers=n), 32, 4, torch.bfloat16, mesh.tp) / (32 * 4) for n in (2, 3)]
+        [bytes_kept(replace(m, num_layers=n), 32, 4, torch.bfloat16, mesh) / (32 * 4) for n in (2, 3)]
         for m in models
     ]
 

@@ -124,14 +124,13 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
             vocab_size=128,
             max_sequence_length=s,
             padded_vocab_size=128,
-            tp=mesh.tp,
+            mesh=mesh,
             init=Init(dtype=dtype),
         )
         for layer in built.layers:
-            layer.self_attention.context = attention_over_cp(
-                context_attention, layer.self_attention.mask, mesh.cp
-            )
-        shard = SequenceShard.of_row(mesh.cp, s, types * layers)
+            attention = layer.self_attention
+            attention.context_attention = attention_over_cp(context_attention, attention.mask, mesh.cp)
+        shard = SequenceShard.of_row(mesh.cp, s, types * layers, mesh.device)
         places = torch.from_numpy(shard.positions)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
         batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)

@@ -8,7 +8,7 @@ import torch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, StageSpec
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.plan.flops import parameter_count
 from nanomegatron.plan.layer import Sizes
@@ -68,9 +68,8 @@ def test_parameters_are_those_of_the_model(changes, ep, etp, tp):
         vocab_size=100,
         max_sequence_length=32,
         padded_vocab_size=128,
-        tp=found.tp,
+        mesh=found,
         init=Init(device=torch.device("meta")),
-        stage=StageSpec(mesh=found),
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp

@@ -205,7 +205,7 @@ def deferred_of(mesh, model):
     """Bytes a token that the work of a backward on weight gradients holds, every storage once."""
     init = Init(dtype=torch.bfloat16)
     sizes = dict(vocab_size=128, max_sequence_length=32, padded_vocab_size=128)
-    stages = ModelChunks([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
+    stages = ModelChunks([GPTModel(model, mesh=mesh, init=init, **sizes)])
     labels = torch.zeros(4, 32, dtype=torch.long)
     with stages.wgrad_store.collect() as works:
         stages[0](Batch(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()

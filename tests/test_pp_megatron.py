@@ -87,7 +87,7 @@ def under_cp(mesh) -> list[float]:
 
     def half(i: int):
         batch, labels = microbatch(i)
-        batch = shard_batch(replace(batch, labels=labels), mesh.cp, ["p2p"] * 8)
+        batch = shard_batch(replace(batch, labels=labels), mesh.cp, ["p2p"] * 8, mesh.device)
         return batch, batch.labels
 
     reports = forward_backward(

@@ -50,7 +50,7 @@ from nanomegatron.ops.fp8_fused import (
 from nanomegatron.ops.gelu import bias_act_ref
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
-from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
+from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref, plain_act
 from nanomegatron.param import accumulate
 from nanomegatron.tp import combine_lse, vocab_parallel_cross_entropy, vocab_range
 
@@ -129,12 +129,13 @@ def quantizing_activate(
     first, second = mlp.linear_fc1, mlp.linear_fc2
     if reads_only_fp8(first) and first.fp8.g.has_scale and second.fp8.x.has_scale:
         copies, trains = copies_for(second)
-        if mlp.fused and first.bias is None:
+        if mlp.config.swiglu and mlp.config.bias_swiglu_fusion and first.bias is None:
             y, casts = GatedFp8Function.apply(x, first.fp8, second.fp8, copies, trains, grad_copies)
             return Fp8Input(y, casts)
-        if mlp.plain_act is not None:
+        act = plain_act(mlp.config)
+        if act is not None:
             y, casts = BiasActFp8Function.apply(
-                x, bias, mlp.plain_act, first.fp8, second.fp8, copies, trains, grad_copies
+                x, bias, act, first.fp8, second.fp8, copies, trains, grad_copies
             )
             return Fp8Input(y, casts)
     return quantized_for(second, mlp.activation(x, bias, accumulate))

@@ -23,6 +23,7 @@ in fp32 0.875, 0.961 and 0.919 (benchmarks/results/2026-11-22-cp-attention-four-
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,22 +31,20 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import Rows, SequenceShard, block_gradients, context_attention
+from nanomegatron.cp import AttentionBlock, Rows, SequenceShard, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Block, Mask, attend, to_device
+from nanomegatron.ops.attention import Mask, to_device
 from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, merge_rows
 
 ROUND = 2  # other ranks whose keys arrive at a time
 
 
-class RingStep(NamedTuple):
-    """A step as `cp.AttentionBlock`; places: where `merge_rows` puts the results of its queries."""
+@dataclass(frozen=True)
+class RingStep(AttentionBlock):
+    """A block whose keys, a slice, are of those of a round. places: where `merge_rows` puts its results."""
 
-    queries: Rows
-    keys: slice
-    kind: Block
     places: Rows
 
 
@@ -67,7 +66,7 @@ class RingRound(NamedTuple):
 
 
 class Ring:
-    """`SelfAttention.context`: this ring for p2p; other kinds are as in the core.
+    """`SelfAttention.context_attention`: this ring for p2p; other kinds are as in the core.
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
     The rounds of a shard are planned once, and kept as long as the shard exists.
@@ -91,13 +90,13 @@ class Ring:
         """As `cp.context_attention`."""
         if shard.types[layer] != "p2p" or mask.window is not None:
             return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)
-        rounds = self.rounds(shard, q.device)
+        rounds = self.rounds(shard)
         return RoundsFunction.apply(q, k, v, shard.axis, rounds, self.peers, backend).flatten(2)
 
-    def rounds(self, shard: SequenceShard, device: torch.device) -> list[RingRound]:
+    def rounds(self, shard: SequenceShard) -> list[RingRound]:
         """The rounds of this rank."""
         if shard not in self.plans:
-            self.plans[shard] = plan_rounds(shard, device)
+            self.plans[shard] = plan_rounds(shard)
         return self.plans[shard]
 
 
@@ -114,8 +113,8 @@ class RoundsFunction(torch.autograd.Function):
         total = LseAccumulator(q, sum(len(this.steps) for this in rounds))
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
             for step in this.steps:
-                seen = (x[step.keys] for x in kv)
-                total.add(step.places, *attend(q[step.queries], *seen, step.kind, backend))
+                part, lse = step.forward(q, kv, backend)
+                total.add(step.places, part, lse)
         ctx.save_for_backward(q, k, v, total.rows, total.lse)
         ctx.args = axis, rounds, peers, backend
         return total.rows
@@ -137,7 +136,7 @@ class RoundsFunction(torch.autograd.Function):
                     total.add(places, grads[begin : begin + size])
 
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
-            found = [block_gradients(step, kv, dout, q, out, lse, backend) for step in this.steps]
+            found = [step.backward(dout, q, kv, out, lse, backend) for step in this.steps]
             if this is rounds[0]:
                 for total, own in zip(dkv, found[0][1:], strict=True):
                     total.add(ALL, own)
@@ -216,19 +215,19 @@ def grads_to_return(this: RingRound, found: list[Sequence[torch.Tensor]]) -> Ite
                 yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
-def plan_rounds(shard: SequenceShard, device: torch.device) -> list[RingRound]:
+def plan_rounds(shard: SequenceShard) -> list[RingRound]:
     """The rounds of this rank: own keys, then those of `ROUND` others at a time, nearest first."""
     size = shard.axis.size
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
-    planner = Planner(shard, device)
+    planner = Planner(shard)
     return [planner.round(by) for by in distances]
 
 
 class Planner:
     """Plans the rounds of a rank."""
 
-    def __init__(self, shard: SequenceShard, device: torch.device) -> None:
-        self.shard, self.device = shard, device
+    def __init__(self, shard: SequenceShard) -> None:
+        self.shard, self.device = shard, shard.device
         self.size, self.own = shard.axis.size, shard.axis.rank
         self.tokens = len(shard.positions)
         self.rows = functools.cache(shard.query_key_rows)
@@ -241,7 +240,7 @@ class Planner:
             if rows
         ]
         if steps and all(x.kind.cu_q is None and x.queries == steps[0].queries for x in steps):
-            steps = [steps[0]._replace(keys=slice(0, steps[-1].keys.stop))]  # the keys of both at once
+            steps = [replace(steps[0], keys=slice(0, steps[-1].keys.stop))]  # the keys of both at once
         sent = [self.keys_seen(self.own + d, self.own) for d in by if d]
         sent = [rows for rows in sent if count(rows)]
         keys = [rows if isinstance(rows, slice) else to_device(rows, self.device) for rows in sent]
@@ -250,10 +249,10 @@ class Planner:
 
     def step(self, other: int, keys: slice) -> RingStep:
         """Plan attention to the keys of the rank `other`, which are the slice `keys` of the round's."""
-        step = self.shard.block(other, self.device)
+        block = self.shard.block(other)
         queries, _ = self.rows(self.own, other)
         whole = count(queries) == self.tokens
-        return RingStep(ALL if whole else step.queries, keys, step.kind, self.places(queries))
+        return RingStep(ALL if whole else block.queries, keys, block.kind, self.places(queries))
 
     def keys_seen(self, queries: int, keys: int) -> slice | np.ndarray:
         """The keys of one rank that queries of another see."""

@@ -72,7 +72,11 @@ def paths_text(paths: Paths, config: Config, mesh: Mesh) -> str:
     if paths.linear and mesh.tp.size > 1:
         parts.append(f"tp matmuls in pieces, sent by {paths.peers.describe(mesh.tp)}")
     kinds = zip(parallel.cp_types(model.num_layers), model.windows, strict=True)
-    if paths.context and mesh.cp.size > 1 and any("p2p" in kind and not window for kind, window in kinds):
+    if (
+        paths.context_attention
+        and mesh.cp.size > 1
+        and any("p2p" in kind and not window for kind, window in kinds)
+    ):
         parts.append(f"cp rings by {paths.peers.describe(mesh.cp, 'messages')}")
     if paths.moe and mesh.etp_ep.size > 1:
         parts.append(f"ep {paths.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")

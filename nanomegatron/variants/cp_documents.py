@@ -13,29 +13,54 @@ A rank of the axis may be a group of neighbours, whose chunks are neighbours (`c
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.cp import AttentionBlock, SequenceShard, memoized
+from nanomegatron.cp import AttentionBlock, SequenceShard
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Block, ranges, to_device
+from nanomegatron.ops.attention import Block, Grads, ranges, to_device
 from nanomegatron.ops.merge import ALL
+
+
+class EmptyBlock(AttentionBlock):
+    """No query here sees a key there: all results are empty, and no kernel is called."""
+
+    def forward(
+        self, q: torch.Tensor, kv: Sequence[torch.Tensor], backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> `[0, b, n, d]`, `[b, n, 0]`"""
+        return q[:0], q.new_empty(*q.shape[1:3], 0)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        kv: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        backend: str,
+    ) -> Grads:
+        """-> `[0, b, n, d]`, `[0, b, g, d]`, `[0, b, g, d]`"""
+        return q[:0], kv[0][:0], kv[1][:0]
 
 
 class DocumentShard(SequenceShard):
     """This rank's tokens of a row of documents. bounds: int64 `[docs, 2 * size + 1]`, those of the chunks."""
 
     @staticmethod
-    def of_documents(axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray) -> "DocumentShard":
+    def of_documents(
+        axis: Axis, s: int, types: Sequence[str], device: torch.device, cu_seqlens: np.ndarray
+    ) -> "DocumentShard":
         """cu_seqlens: bounds of the documents in the row; tokens past the last one are a document of padding.
 
         Raises ValueError as `SequenceShard`.
         """
         ends = np.append(np.asarray(cu_seqlens, np.int64), s)
         bounds = ends[:-1, None] + chunk_bounds(np.diff(ends), axis.size)
-        return DocumentShard(axis, bounds, types)
+        return DocumentShard(axis, bounds, types, device)
 
     def chunks(self, rank: int) -> np.ndarray:
         """Return (begin, end) in the row of a rank's two chunks of each document: `[docs, 2, 2]`."""
@@ -63,25 +88,29 @@ class DocumentShard(SequenceShard):
         queries, keys = self.segments(own, other)
         return ranges(queries[0], queries[1]), ranges(keys[0], keys[1])
 
-    def block(self, other: int, device: torch.device) -> AttentionBlock | None:
-        """Return attention to the keys of rank `other`, of all documents; None: no query sees one."""
+    def block(self, other: int) -> AttentionBlock:
+        """Return attention to the keys of rank `other`, of all documents that both have tokens of."""
         queries, keys = self.segments(self.axis.rank, other)
         if not queries.size:
-            return None
-        block = Block.packed(queries, keys, device, self.axis.rank == other)
-        rows = (to_device(ranges(begin, end), device) for begin, end in (queries, keys))
+            return EmptyBlock(slice(0, 0), slice(0, 0), Block())
+        block = Block.packed(queries, keys, self.device, self.axis.rank == other)
+        rows = (to_device(ranges(begin, end), self.device) for begin, end in (queries, keys))
         return AttentionBlock(next(rows), next(rows), block)
 
-    @memoized
-    def gathered(self, device: torch.device, window: int | None = None) -> list[AttentionBlock]:
-        """Return the one block for the keys of all ranks in the order of the row, or for those in windows."""
+    @cached_property
+    def gathered_blocks(self) -> list[AttentionBlock]:
+        """The one block for the keys of all ranks in the order of the row."""
+        return self.blocks_within(None)
+
+    def blocks_within(self, window: int | None) -> list[AttentionBlock]:
+        """Return the one block for gathered keys, only those in the windows of this rank's queries."""
         begin, end = self.chunks(self.axis.rank).reshape(-1, 2).T
         first = np.repeat(self.bounds[:, 0], 2)
         if window is not None:
             first = np.maximum(first, begin - window)
         begin, first, end = (x[begin < end] for x in (begin, first, end))
-        block = Block.packed((begin, end), (first, end), device, True, window)
-        return [AttentionBlock(ALL, to_device(ranges(first, end), device), block)]
+        block = Block.packed((begin, end), (first, end), self.device, True, window)
+        return [AttentionBlock(ALL, to_device(ranges(first, end), self.device), block)]
 
 
 def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -98,9 +127,9 @@ def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
     return sizes.cumsum(1)
 
 
-def shard_documents(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
+def shard_documents(batch: Batch, axis: Axis, types: Sequence[str], device: torch.device) -> Batch:
     """Return this rank's tokens `[b, s/cp]` of a batch, as `cp.shard_batch`, but of each document."""
     if axis.size == 1:
         return batch
-    shard = DocumentShard.of_documents(axis, len(batch.positions), types, batch.cu_seqlens.numpy())
-    return batch.part(shard)
+    cu_seqlens = batch.cu_seqlens.numpy()
+    return batch.part(DocumentShard.of_documents(axis, len(batch.positions), types, device, cu_seqlens))

@@ -15,22 +15,24 @@ cuts them. (LoongTrain, arXiv 2406.18485; Megatron-LM. tests/test_cp.py)
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from nanomegatron.cp import SequenceShard, memoized, ulysses_attention
+from nanomegatron.cp import SequenceShard, ulysses_attention
 from nanomegatron.ops.attention import Mask
 
 
+@dataclass(frozen=True)
 class TwoLevels:
-    """`SelfAttention.context` over `axis.levels`; between: attention over one level, for groups as its ranks.
+    """`SelfAttention.context_attention` over `axis.levels`.
 
-    Layers that communicate otherwise than by a2a+p2p take `between` alone.
+    between: attention over one level, for groups as its ranks. Layers that communicate otherwise than by
+    a2a+p2p take it alone.
     """
 
-    def __init__(self, between: Callable[..., torch.Tensor]) -> None:
-        self.between = between
+    between: Callable[..., torch.Tensor]
 
     def __call__(
         self,
@@ -51,15 +53,18 @@ class TwoLevels:
             return self.between(q, k, v, shard, layer, mask, backend, fused_softmax)
         inner, _ = shard.axis.levels
         first = shard.axis.rank - inner.rank
-        order = shard.order(range(first, first + inner.size), q.device)
-
-        def over_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self.between(q, k, v, groups_of(shard), layer, mask, backend, fused_softmax)
-
+        order = shard.cached(SequenceShard.order_of, range(first, first + inner.size))
+        over_groups = partial(
+            self.between,
+            shard=shard.cached(groups_of),
+            layer=layer,
+            mask=mask,
+            backend=backend,
+            fused_softmax=fused_softmax,
+        )
         return ulysses_attention(q, k, v, inner, order, over_groups)
 
 
-@memoized
 def groups_of(shard: SequenceShard) -> SequenceShard:
     """Return the same row over the outer level, whose ranks are groups: the chunks of a group are one."""
     inner, outer = shard.axis.levels

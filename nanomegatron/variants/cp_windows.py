@@ -11,6 +11,8 @@ between groups (`cp_hierarchy.py`). (Windows: Mistral, arXiv 2310.06825. tests/t
 tests/test_cp_shard.py)
 """
 
+from dataclasses import replace
+
 import torch
 
 from nanomegatron.cp import AttentionBlock, GatherFunction, SequenceShard, context_attention
@@ -34,19 +36,16 @@ def windowed_attention(
     """
     if shard.types[layer] == "a2a":
         return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)
-    blocks = window_blocks(shard, mask.window, q.device)
-    order = shard.order(range(shard.axis.size), q.device)
-    return GatherFunction.apply(q, k, v, shard.axis, blocks, order, backend).flatten(2)
+    blocks = shard.cached(window_blocks, mask.window)
+    return GatherFunction.apply(q, k, v, shard.axis, blocks, shard.row_order, backend).flatten(2)
 
 
-def window_blocks(shard: SequenceShard, window: int, device: torch.device) -> list[AttentionBlock]:
-    """Return the blocks, as `SequenceShard.gathered`, for the keys in the windows of this rank's queries."""
+def window_blocks(shard: SequenceShard, window: int) -> list[AttentionBlock]:
+    """Return blocks, as `SequenceShard.gathered_blocks`, for keys in the windows of this rank's queries."""
     if isinstance(shard, DocumentShard):
-        return shard.gathered(device, window)
-    chunks = [block for block in shard.gathered(device) if block.kind.causal]  # each with its own keys
-    firsts = [max(0, x.keys.start - window) for x in chunks]
-    block = Block(True, window)
+        return shard.blocks_within(window)
     return [
-        AttentionBlock(x.queries, slice(first, x.keys.stop), block)
-        for x, first in zip(chunks, firsts, strict=True)
+        replace(x, keys=slice(max(0, x.keys.start - window), x.keys.stop), kind=Block(True, window))
+        for x in shard.gathered_blocks
+        if x.kind.causal  # each chunk with its own keys
     ]

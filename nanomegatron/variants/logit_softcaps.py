@@ -38,7 +38,6 @@ def capped_attention(
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`; all-to-all. ValueError for other kinds.
     """
-    kind = shard.types[layer]
-    if kind != "a2a":
-        raise ValueError(f"--attn-logit-softcapping {mask.cap}: over cp needs a2a, not {kind}")
+    if shard.types[layer] != "a2a":
+        raise ValueError(f"--attn-logit-softcapping {mask.cap}: over cp needs a2a, not {shard.types[layer]}")
     return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)

@@ -25,7 +25,7 @@ def storm(mesh, device):
     for turn in range(60):
         s, dtype = SIZES[turn % len(SIZES)]
         own = torch.full((2, s, 2), rank + turn % 7, device=device, dtype=dtype).unbind(0)
-        rounds = plan_rounds(SequenceShard.of_row(mesh.cp, size * s, ("p2p",)), device)
+        rounds = plan_rounds(SequenceShard.of_row(mesh.cp, size * s, ("p2p",), device))
         how = mesh.cp, device
         keys = peers.ring(*how, "keys", 4 * own[0].nbytes, 1)
         back = peers.ring(*how, "gradients of keys", 4 * own[0].nbytes, len(rounds) - 1)
@@ -69,7 +69,7 @@ def in_both_forms(mesh, device):
     flags = []
     for name in ("heads", "grouped", "documents"):
         inputs, grad, mask, bounds, _ = whole(CASES[name] | dict(d=64, dtype=torch.bfloat16))
-        shard = shard_of(mesh.cp, S, ("p2p",), bounds)
+        shard = shard_of(mesh.cp, S, ("p2p",), bounds, device)
         own = [x[torch.from_numpy(shard.positions)].to(device) for x in (*inputs, grad)]
         results = []
         for attention in forms:
