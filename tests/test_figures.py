@@ -239,6 +239,12 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1200
 
 
+def test_the_log_is_short():
+    """A new entry replaces what other pages say by now, or what is not worth trying again."""
+    lines = (ROOT / "docs/log.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 400 and max(map(len, lines)) <= 120
+
+
 def test_links_into_the_benchmarks_lead_to_a_title():
     titles = re.findall(r"(?m)^## (.*)$", table.page())
     anchors = {re.sub("[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}

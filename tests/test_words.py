@@ -78,7 +78,6 @@ DOCUMENTS = [
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("nanomegatron/presets/*.toml")),
 ]
-DOCUMENTS = [path for path in DOCUMENTS if path.name != "log.md"]  # a diary of what was tried
 
 
 def texts() -> list[tuple[str, str]]:
