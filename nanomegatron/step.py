@@ -56,19 +56,9 @@ def train_step(run: "Training", limits: StepLimits = NO_LIMITS) -> Numbers:
     batches = run.next_batches()
     run.buckets.zero_grad_buffer(len(batches))
     loss = run.forward_backward(batches)
-
-    to_sum: LocalNumbers = {"lm_loss": loss}
-    for observer in run.observers:
-        to_sum |= observer.before_sync()
+    to_sum = run.before_sync(loss)
     run.buckets.finish_grad_sync()
-
-    numbers: Numbers = {}
-    for observer in run.observers:
-        numbers |= observer.before_update()
-    numbers |= sum_over_world(run.mesh, to_sum)
-    run.model.end_step()
-    stats = run.optimizer.step(numbers["lm_loss"], limits)
-    return numbers | vars(stats)
+    return run.update(to_sum, limits)
 
 
 def forward_step(run: "Training", batches: list[Batch], total: torch.Tensor) -> "ForwardStep":
@@ -258,6 +248,27 @@ class Training:
         self.model.begin_step()
         self.run_schedule(self.model, run_chunk, len(batches), self.message_shape)
         return loss if self.model.is_loss_rank else torch.zeros_like(loss)
+
+    def before_sync(self, loss: torch.Tensor) -> LocalNumbers:
+        """Return what `sum_over_world` sums: this rank's part of the loss `[]`, and what observers add."""
+        to_sum: LocalNumbers = {"lm_loss": loss}
+        for observer in self.observers:
+            to_sum |= observer.before_sync()
+        return to_sum
+
+    def update(self, to_sum: LocalNumbers, limits: StepLimits) -> Numbers:
+        """Sum the numbers of all ranks, and update all parameters, if the step is within its limits.
+
+        Communicates over world, and the parameters if they are sharded. The numbers of `before_update` are
+        not summed.
+        """
+        numbers: Numbers = {}
+        for observer in self.observers:
+            numbers |= observer.before_update()
+        numbers |= sum_over_world(self.mesh, to_sum)
+        self.model.end_step()
+        stats = self.optimizer.step(numbers["lm_loss"], limits)
+        return numbers | vars(stats)
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
