@@ -56,10 +56,7 @@ Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Attention of some of a rank's queries to some of the keys at hand.
-
-    In its methods q is `[s/cp, b, n, d]`, of the rank; kv: keys `[t, b, g, d]` at hand, and values.
-    """
+    """Attention of some of a rank's queries to some of the keys at hand."""
 
     queries: Rows
     keys: Rows
@@ -68,7 +65,7 @@ class AttentionBlock:
     def forward(
         self, q: torch.Tensor, kv: Sequence[torch.Tensor], backend: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute output `[rows, b, n, d]` and log-sum-exp `[b, n, rows]` of these queries."""
+        """Attend from q `[s/cp, b, n, d]` to kv `[2, t, b, g, d]` -> `[rows, b, n, d]`, lse `[b, n, rows]`"""
         return attend(q[self.queries], kv[0][self.keys], kv[1][self.keys], self.kind, backend)
 
     def backward(
@@ -82,7 +79,8 @@ class AttentionBlock:
     ) -> Grads:
         """Compute gradients of these queries `[rows, b, n, d]`, keys and values `[rows, b, g, d]`.
 
-        dout, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]`: of attention to all keys.
+        q `[s/cp, b, n, d]`, kv `[2, t, b, g, d]`: as in the forward. dout, out `[s/cp, b, n, d]`, lse
+        `[b, n, s/cp]`: of attention to all keys.
         """
         return attend_backward(
             dout[self.queries],

@@ -200,7 +200,10 @@ class Fp8LinearFunction(torch.autograd.Function):
 
 
 def quantize_grad(fp8: Fp8LayerState, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """Quantize g `[..., o]` to the copies that the backward needs. tensorwise: as `quantize_input`."""
+    """Quantize grad `[..., o]`, g, to the copies that the backward needs -> each `[t, o]`, or transposed
+
+    tensorwise: communicates as `quantize_input`.
+    """
     fp8_group = axis if comm in ("copy", "gather", "scatter") else None  # its ranks have parts of g
     copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
     return fp8.g.quantize(grad.flatten(0, -2), copies, fp8_group)

@@ -204,15 +204,20 @@ class Optimizer:
 
         index = self.good_steps.clamp(max=self.lr_table.shape[1] - 1)
         column = self.lr_table.index_select(1, index[None])[:, 0]  # [:, index] would wait for the GPU
-        rates = column[:3].float()
-        lr, _, _, next_lr = column
         self.good_steps += good.long()
         grad_scale = self.scaler.scale / factor
-        now = StepScalars(self.good_steps.float(), rates, grad_scale, 1.0 - good)
+        now = StepScalars(self.good_steps.float(), column[:3].float(), grad_scale, 1.0 - good)
         self.updates.step(self.shards, now)
         self._finish_gathers()
 
-        stats = StepStats(norm, good, lr, next_lr, self.scaler.scale, squares.sqrt())
+        stats = StepStats(
+            grad_norm=norm,
+            good=good,
+            lr=column[0],
+            next_lr=column[3],
+            loss_scale=self.scaler.scale,
+            part_norms=squares.sqrt(),
+        )
         self.scaler.update(good)
         return stats
 

@@ -70,7 +70,7 @@ class GateFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
-        y = matmul(x, weight.t(), dtype)
+        y = gate_matmul(x, weight.t(), dtype)
         return y.float() if dtype == torch.float64 else y
 
     @staticmethod
@@ -84,7 +84,7 @@ class GateFunction(torch.autograd.Function):
         return dx, accumulate(ctx.weight, write), None
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gate_matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a @ b in `dtype`. a `[m, k]`, b `[k, n]` -> `[m, n]`
 
     A GPU's matmul of 16-bit inputs needs no copies of them for fp32.

@@ -111,11 +111,13 @@ def sum_over_world(mesh: Mesh, local: LocalNumbers) -> Numbers:
 
     Floats get to the device in one copy, for which the host does not wait.
     """
-    floats = {name: x for name, x in local.items() if not isinstance(x, torch.Tensor)}
+    tensors = {name: x for name, x in local.items() if isinstance(x, torch.Tensor)}
+    floats = {name: x for name, x in local.items() if name not in tensors}
     host = torch.tensor([*floats.values()], dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
-    copied = dict(zip(floats, host.to(mesh.device, non_blocking=True), strict=True))
-    values = [x.float() for x in (local | copied).values()]
-    return dict(zip(local, comm.all_reduce_(torch.stack(values), mesh.world), strict=True))
+    values = [x.float()[None] for x in tensors.values()]
+    values.append(host.to(mesh.device, non_blocking=True))
+    total = comm.all_reduce_(torch.cat(values), mesh.world)
+    return dict(zip((*tensors, *floats), total, strict=True))
 
 
 @dataclass(frozen=True)

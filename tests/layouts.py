@@ -303,6 +303,7 @@ ENTERED = {
         ("pp2cofp", "llama", "bf16"),
     ],
     "transfers": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
+    "split_gate": DISPATCH,
     "fp8_experts": [
         ("dp2ep2fp", "moe", "rowwise"),
         ("tp2spdp2ep2fp", "moe", "rowwise"),

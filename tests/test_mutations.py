@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_the_named_tests_are_of_the_fast_tier(request):
     files = {node.split("::")[0] for node in collected}
     left_out = {m.test for m in ALL if m.test.split("::")[0] in files} - collected
     assert not left_out, f"{left_out}: not collected; name a test of the fast tier"
+
+
+def test_no_bug_is_a_name_that_is_not_there(tmp_path):
+    """It would be caught by whatever runs the line, and prove nothing."""
+    for i, mutation in enumerate(ALL):
+        path = ROOT / mutation.file
+        if path.suffix == ".py":
+            (tmp_path / f"{i}.py").write_text(path.read_text().replace(mutation.old, mutation.new))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", "-q", str(tmp_path)]
+    found = subprocess.run(ruff, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 def test_there_are_enough():

@@ -13,7 +13,7 @@ fp32 1.03 (docs/log.md; benchmarks/results/2026-11-22-moe-layer-four-qwen.json).
 import torch
 
 from nanomegatron.param import accumulate, add_grad
-from nanomegatron.router import GateFunction, matmul
+from nanomegatron.router import GateFunction, gate_matmul
 
 
 class SplitGateFunction(torch.autograd.Function):
@@ -33,6 +33,6 @@ class SplitGateFunction(torch.autograd.Function):
         parts = torch.cat(parts, dim=1)
 
         def write(out: torch.Tensor, beta: int) -> None:
-            add_grad(out, matmul(parts.t(), x, torch.float32).view((3, *out.shape)).sum(0), beta)
+            add_grad(out, gate_matmul(parts.t(), x, torch.float32).view((3, *out.shape)).sum(0), beta)
 
         return parts @ ctx.weight.repeat(3, 1), accumulate(ctx.weight, write), None

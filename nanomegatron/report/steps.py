@@ -63,7 +63,7 @@ class StepReport:
         self.batch = batch
         self.part_norms = numbers.pop("part_norms")
         self.shapes = {name: number.shape for name, number in numbers.items()}
-        values = torch.cat([number.double().flatten() for number in numbers.values()])
+        values = torch.cat([number.double().reshape(-1) for number in numbers.values()])
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
         self.values.copy_(values, non_blocking=True)
         self.clock = clock.stop()
