@@ -153,6 +153,14 @@ def test_a_damaged_hint_changes_nothing(old_and_new, full):
     assert hint.read_bytes() == b"30\n"
 
 
+def test_the_iterations_that_are_lost_are_counted(root):
+    save_alone(root, 30)
+    for newest, lost in (30, 10), (20, 20):
+        (root / f"iter_{newest:07}" / MANIFEST).write_text("{}")
+        (note,) = load(root, [], ALONE).notes
+        assert f"loading iteration {newest - 10} instead: {lost} iterations are lost" in note
+
+
 # Forgery: a manifest whose hash is right and whose content is not.
 
 

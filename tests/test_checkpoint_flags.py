@@ -9,16 +9,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train
+from nanomegatron.checkpoint import source
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.optimizer_state import optimizer_states
-from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model
-from nanomegatron.checkpoint.source import find_source
-from nanomegatron.config.cli import ConfigError
+from nanomegatron.checkpoint.resume import Checkpoints, all_pieces, check_model, restore_progress
+from nanomegatron.checkpoint.source import LoadSource, find_source
+from nanomegatron.config.cli import ConfigError, build_config
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.pick_variants import pick_schedules
+from nanomegatron.step import Progress
 from tests.checkpoints import ALONE
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
@@ -378,3 +380,25 @@ def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:
 
 def test_a_run_begins_with_the_weights_of_another_program(sources, tmp_path):
     run_spmd(save_by_torch_and_load, 1, arguments(sources, "llama", TINY), str(tmp_path))
+
+
+def test_the_newest_iteration_may_be_named(monkeypatch):
+    """A resume takes it anyway; an older one would be followed by newer ones that it has not seen."""
+    monkeypatch.setattr(source, "latest_for_all", lambda *_: 8)
+    for step in (8, 9):
+        config = build_config({"save": "ckpt", "ckpt_step": step})
+        assert find_source(config, ALONE) == LoadSource("ckpt", step, False, False, False)
+    with pytest.raises(ValueError, match="--ckpt-step 7: ckpt holds iteration 8"):
+        find_source(build_config({"save": "ckpt", "ckpt_step": 7}), ALONE)
+
+
+def test_what_a_run_has_counted_is_counted_on():
+    """And the samples consumed by then have to be those of this run's batches, 4 a step."""
+    run = SimpleNamespace(progress=Progress([0, 4, 8, 12]), config=build_config({"global_batch_size": 4}))
+    counted = {"skipped_samples": 4, "skipped_iterations": [2], "evaluated": 0}
+    restore_progress(run, "ckpt", counted | {"iteration": 2, "consumed_samples": 8})
+    found = run.progress
+    assert (found.iteration, found.consumed_samples, found.skipped_samples) == (2, 8, 4)
+    assert found.skipped_iterations == {2} and found.evaluated == 0
+    with pytest.raises(ValueError, match="consumed 6 samples in 2 iterations, this run 8"):
+        restore_progress(run, "ckpt", counted | {"iteration": 2, "consumed_samples": 6})

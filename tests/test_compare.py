@@ -149,7 +149,9 @@ def row_of(out: str, name: str) -> list[str]:
 
 def test_two_layouts_in_one_table(capsys):
     write_run("a", [4.0, 3.0, 2.0])
-    write_run("b", [4.0, 3.0, 2.0 + 2e-6, 1.5], tensor_model_parallel_size=2, nproc=2)
+    evals = write_run("b", [4.0, 3.0, 2.0 + 2e-6, 1.5], tensor_model_parallel_size=2, nproc=2) / "evals.jsonl"
+    earlier = dict(iteration=1, split="validation", lm_loss=7.5)
+    evals.write_text(f"{json.dumps(earlier)}\n{evals.read_text()}")
     out = compared(capsys, "a", "runs/b")
     assert row_of(out, "results") == ["a", "runs/b"] and row_of(out, "ranks") == ["1", "2"]
     assert row_of(out, "steps") == ["3/40", "4/40"] and row_of(out, "tokens ") == ["96", "128"]

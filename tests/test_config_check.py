@@ -56,6 +56,9 @@ WRONG = """
 --step-batch-size-schedule 5:4x | 1 | --step-batch-size-schedule 5:4x: "5:4x" must be TOKENS:BATCH
 --step-batch-size-schedule 0:4,1K:6 | 4 | --step-batch-size-schedule 6: must be a multiple of | nearest 4 or 8
 --data-args-path nowhere | 1 | --data-args-path nowhere: no such file
+--lr-warmup-iters 10 | 1 | --lr-warmup-iters 10: must be less than the decay's 10
+--profile --profile-ranks 0 2 | 2 | --profile-ranks 2: must be of the processes 0 to 1
+--keep-last-k 1 | 1 | --keep-last-k 1: must be at least 2
 --data-path 1 x 2 y | 1 | --data-path x: no file x.bin and x.idx
 --data-path 1 x y z | 1 | --data-path 1 x y z: give a weight above 0 before every prefix
 --data-path 1 x 0 y | 1 | --data-path 1 x 0 y: give a weight above 0

@@ -9,7 +9,9 @@ import torch
 
 from nanomegatron import megatron_api
 from nanomegatron.batch import Batch
+from nanomegatron.config.cli import MEGATRON_DEFAULTS
 from nanomegatron.config.keywords import megatron_keywords
+from nanomegatron.config.rules import items
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
 from nanomegatron.megatron_api import GPTModel
 from nanomegatron.mesh import Mesh
@@ -25,6 +27,21 @@ def test_megatrons_first_example_runs():
     loss = model(Batch(torch.arange(64).view(1, 64), torch.arange(64)), torch.arange(64).view(1, 64))
     assert loss.shape == (1, 64) and model.output_layer.weight.shape == (128, 12)
     assert TransformerConfig(**SHAPE, num_query_groups=0).num_kv_heads == 4
+
+
+def test_defaults_are_those_of_megatron_core():
+    """Of what decides a result, but for those that --megatron-defaults takes."""
+    core = pytest.importorskip("megatron.core.transformer.transformer_config")
+    theirs = {f.name: f.default for f in dataclasses.fields(core.TransformerConfig)}
+    theirs["norm_epsilon"] = theirs["layernorm_epsilon"]
+    compared = 0
+    for field in dataclasses.fields(TransformerConfig):
+        known = isinstance(theirs.get(field.name), bool | int | float | str)
+        if known and not (field.metadata["required"] or field.metadata["resumable"]):
+            ours = MEGATRON_DEFAULTS.get(field.name, field.default)
+            assert str(theirs[field.name]) in map(str, items(ours)), field.name
+            compared += 1
+    assert compared >= 15
 
 
 @pytest.mark.parametrize(

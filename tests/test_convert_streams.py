@@ -148,6 +148,9 @@ def test_an_index_of_other_files_is_left_out(tmp_path):
     assert run(tmp_path / "ours", tmp_path / "again", "hf") == 0
     assert run(tmp_path / "ours", tmp_path / "small", "hf", "--max-shard-size", "30KB") == 0
     assert len(list((tmp_path / "small").glob("*.safetensors"))) > 1
+    assert run(tmp_path / "theirs", tmp_path / "kept", "nanomegatron") == 0
+    assert run(tmp_path / "kept", tmp_path / "one", "hf", "--max-shard-size", "5GB") == 0
+    assert [path.name for path in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
     assert {path.name for path in (tmp_path / "again").iterdir()} == {
         "config.json",
         "generation_config.json",

@@ -106,6 +106,7 @@ def test_a_missing_package_has_its_cost_and_its_command(capsys, monkeypatch):
         (("later", (13, 0)), 0, "ok | 1 x later, 16 GiB, sm_130"),
         (("T4", (7, 5)), 0, "note | 1 x T4, 16 GiB, sm_75 | before Ampere: plain torch without kernels"),
         (("V100", (7, 0)), 1, "bad | 1 x V100, 16 GiB, sm_70 | torch has no code for it, but for sm_75"),
+        (("Thor", (11, 0)), 1, "bad | 1 x Thor, 16 GiB, sm_110 | torch has no code for it, but for sm_75"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -353,10 +353,20 @@ def test_flags(trained, monkeypatch, capsys):
     flags = "--max-new-tokens 9 --temperature 1.3 --top-k 0 --top-p 0.9 --seed 4 --num-samples 2"
     flags += " --ckpt-step 10"
     where = ("--load", root, "--prompt", "a", "--prompt", "class A:\n")
-    code, out, _ = run_main(monkeypatch, capsys, *where, *flags.split())
+    code, out, err = run_main(monkeypatch, capsys, *where, *flags.split())
+    assert err.split()[2:4] == ["36", "tokens"]
     prompts = ["a", "a", "class A:\n", "class A:\n"]
     expected = continued(models[10], prompts, 9, temperature=1.3, top_k=0, top_p=0.9, seed=4)
     assert (code, out) == (0, "\n---\n".join(expected) + "\n")
+
+
+@pytest.mark.parametrize(
+    "flags, sizes",
+    [("", (1, 1, 1)), ("--tp 2 --pp 2", (4, 2, 2)), ("--nproc 4 --pp 2", (4, 2, 2)), ("--pp 2", (2, 1, 2))],
+)
+def test_processes_follow_from_the_sizes(flags, sizes):
+    args = parse_args(["--load", "x", "--prompt", "y", *flags.split()])
+    assert (args.nproc, args.tp, args.pp) == sizes
 
 
 def test_a_tokenizer_by_flags_and_special_tokens(trained, tmp_path, monkeypatch, capsys):

@@ -378,6 +378,8 @@ def test_device_asked_for_is_never_another(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert pick_device("auto", World(rank=6, size=8, local_rank=2)) == torch.device("cuda", 2)
     assert pick_device("cpu", World()) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # where a launcher shows each rank its own
+    assert pick_device("auto", World(rank=6, size=8, local_rank=2)) == torch.device("cuda", 0)
 
 
 def test_an_axis_names_groups_that_were_not_made():

@@ -4,14 +4,18 @@ import itertools
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, RunConfig, TransformerConfig
 from nanomegatron.plan import flops as metrics
 from nanomegatron.plan.flops import CONVENTIONS, bits_per_byte, flops_per_iteration, parameter_count
 from nanomegatron.plan.gpus import device_peak
+from nanomegatron.report.speed import speed_of
 
 LLAMA = dict(
     position_embedding_type="rope",
@@ -152,6 +156,7 @@ def test_peaks_and_mfu():
         device_peak("NVIDIA H200", "bfloat16") == device_peak("NVIDIA H100 80GB HBM3", "float16") == 989.5e12
     )
     assert device_peak("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
+    assert device_peak("NVIDIA H200 NVL", "bfloat16") == 835.5e12  # half of the data sheet's, which is sparse
     assert device_peak("NVIDIA A100-SXM4-80GB", "float32") == 156e12
     for unknown in ("cpu", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA H20"):
         assert device_peak(unknown, "bfloat16") is None
@@ -161,6 +166,23 @@ def test_peaks_and_mfu():
         flops_per_iteration(LLAMA3_8B, 128256, 8192, 128), seconds, 8, 989.5e12
     ) == pytest.approx(0.752, abs=5e-4)
     assert metrics.mfu(1e12, 1.0, 1, None) is None
+
+
+def test_a_rank_has_a_key_value_head_of_its_own_at_least():
+    """Eight heads on 16 ranks, each with two of the 32 query heads, of 128 features."""
+    own = 4096 * (256 + 128 + 128) + 256 * 4096 + 3 * 4096 * 14336 // 16
+    assert metrics.layer_matmul_parameters(LLAMA3_8B, 16) == own
+
+
+def test_speed_of_a_step_of_several_ranks():
+    """24 rows of Llama-3-8B in two seconds on four: a rank has a quarter of the FLOPs, the run all tokens."""
+    axis, device = SimpleNamespace(size=4), torch.device("cpu")
+    config = Config(model=LLAMA3_8B, run=RunConfig(log_throughput=True))
+    speed = speed_of(config, SimpleNamespace(world=axis, device=device), 128256, Counter({8192: 24}), 2.0)
+    assert speed["tflops_per_gpu"] == pytest.approx(24 * 421.645529382912 / 2 / 4)
+    assert speed["tokens_per_s"] == 24 * 8192 / 2 and speed["step_time_ms"] == 2000 and speed["mfu"] is None
+    other = 57.91e9 * 24 * 8192 / 2 / 4 / 1e12
+    assert speed["tflops_per_gpu_full-attention"] == pytest.approx(other, rel=1e-4)
 
 
 def test_bits_per_byte():

@@ -99,6 +99,13 @@ def test_llama3_8b():
     assert sum(list(fp32.values())[:4]) == 16 * 8030261248
 
 
+def test_recomputed_layers_keep_the_input_of_their_group():
+    for layers, inputs in (1, 32), (2, 16), (5, 7):
+        model = replace(LLAMA3_8B, **FULL | {"recompute_num_layers": layers})
+        kept = memory(config(model, 8192, 1), 128256, CUDA)["activations"]
+        assert kept == 8192 * 2 * 4096 * (inputs + 2)  # in bf16; the last norm, before and after
+
+
 def test_tp_halves_what_it_shards():
     one, two = (memory(config(LLAMA3_8B, 8192, 1, tp), 128256, CUDA) for tp in (1, 2))
     norms = 65 * 4096

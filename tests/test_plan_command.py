@@ -1,10 +1,13 @@
 """Whether a run fits: the table and the remedies by arithmetic, and the command `nanomegatron plan`."""
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import preprocess
 from nanomegatron.commands.plan import known_gpu, main
@@ -14,6 +17,7 @@ from nanomegatron.config.rules import values_of
 from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.plan.room import CHANGES, Planned, check_room, left_out, memory_table, remedies
+from nanomegatron.report.banner import memory_room
 
 GIB = 2**30
 LLAMA = "--config llama3-8b --global-batch-size 128"
@@ -69,6 +73,15 @@ def test_more_gpus_are_named_where_a_remedy_takes_them():
     assert found["--tp 2 --sp on 2 GPUs"][0] == pytest.approx(
         planned(f"{LLAMA} --tp 2 --sp", 2).need / GIB, abs=0.006
     )
+
+
+def test_the_room_of_a_machine_is_that_of_its_container(monkeypatch):
+    """For the ranks that are here: without a limit all of the memory."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for text, size in ("4096\n", 4096), ("max\n", pages), ("9" * 18, pages):
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text: text)
+        assert memory_room(torch.device("cpu"), 8) == (size, 2)
 
 
 def test_ranks_that_share_a_machine_are_counted_together():

@@ -246,6 +246,9 @@ def test_llama3_8b_in_four_stages():
     assert [parts["activations"] for parts in ranks] == kept
     assert [parts["logits and loss"] for parts in ranks] == [0, 0, 0, 128256 * (2 * 8192 + 8 * 2048)]
     assert [parts["messages"] / (8192 * 4096 * 2) for parts in ranks] == [3, 5, 5, 3]
+    ring = replace(run, parallel=replace(run.parallel, num_virtual_stages_per_pipeline_rank=2))
+    ring = memory_of_ranks(ring, 128256, CUDA)  # whose last rank sends to the first
+    assert [parts["messages"] / (8192 * 4096 * 2) for parts in ring] == [5, 5, 5, 5]
     assert chunks_kept(run) == [4, 3, 2, 1]
     assert memory(run, 128256, CUDA) == ranks[0]
 

@@ -89,6 +89,7 @@ def test_what_fits_and_why_others_lost():
     fits, others = searched(SEVENTY_B, 64)
     room = FILLED * 80
     assert all(found.need <= room * 2**30 for found in fits) and all(c.need > room * 2**30 for c in others)
+    assert [c.need for c in others] == sorted(c.need for c in others)
     lost, best = others[0], fits[0]
     part, size = max(lost.memory.items(), key=lambda item: item[1])
     said = f"does not fit: {lost.need / 2**30:.1f} of {room:.1f} GiB, {part} {size / 2**30:.1f}"
@@ -351,6 +352,8 @@ def test_a_simpler_layout_wins_though_another_is_a_little_faster():
     gain = f"{1 - other.step.total / best.step.total:.1%}"
     assert other.step.total < best.step.total and best.rank < other.rank
     assert fits == sorted(fits, key=lambda c: c.rank)
+    again = replace(best, changes=best.changes | SELECTIVE)  # recomputation counts like a dimension
+    assert again.rank - best.rank == pytest.approx(0.005 * best.step.total)
     assert disadvantage(other, best, 1) == f"faster by {gain}, less than its further dimensions have to gain"
 
 

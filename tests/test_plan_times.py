@@ -1,18 +1,19 @@
 """The planner's step times and memory against every training run that was measured (plan_rows.toml)."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import parse
-from nanomegatron.plan.cluster import CLUSTERS, load_cluster
+from nanomegatron.plan.cluster import CLUSTERS, LinkRate, load_cluster
 from nanomegatron.plan.fast import ring_buffers
-from nanomegatron.plan.flops import parameter_count
+from nanomegatron.plan.flops import flops_per_iteration, parameter_count
 from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.plan.room import Planned
-from nanomegatron.plan.step_time import CONTENTION, STEP_PARTS, step_time
+from nanomegatron.plan.step_time import CONTENTION, STEP_PARTS, padded_vocab, step_time
 from tests.plan_rows import Row, rows
 from tools import planner_page
 
@@ -47,6 +48,9 @@ def test_parts_add_up_and_rates_are_megatrons():
     assert step.total == pytest.approx(sum(step.parts.values()))
     assert step.tokens_per_s == pytest.approx(row.tokens / step.total)
     assert step.mfu == pytest.approx(step.tflops_per_gpu / 989.5)
+    data, vocab = row.config.data, padded_vocab(step.run)
+    flops = flops_per_iteration(row.config.model, vocab, data.seq_length, data.global_batch_size)
+    assert step.tflops_per_gpu == pytest.approx(flops / row.world / step.total / 1e12)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -111,6 +115,15 @@ def test_fp8_layers_gather_bytes():
 @pytest.mark.parametrize("name, gpu", [("H100", "H100"), ("h200", "H200"), ("NVIDIA H100 80GB HBM3", "H100")])
 def test_clusters_by_name(name, gpu):
     assert load_cluster(name).gpu == gpu
+
+
+def test_rings_in_a_node_and_over_nodes():
+    """A rank sends (n - 1) / n of the bytes in n - 1 turns; those of a ring in a node share its links."""
+    rates = dict(gpus_per_node=8, nvlink=LinkRate(300e9, 1e-6), network=LinkRate(50e9, 5e-6))
+    cluster = replace(load_cluster("h100"), **rates)
+    assert cluster.collective(8e9, 8) == pytest.approx(7e9 / 300e9 + 7e-6)
+    assert cluster.collective(16e9, 16, 8) == pytest.approx(15e9 / 50e9 + 15 * 5e-6)
+    assert cluster.collective(16e9, 16, 2) == pytest.approx(15e9 / (4 * 50e9) + 15 * 5e-6)
 
 
 def test_a_recipe_without_a_rate_is_as_fast_as_tensorwise():

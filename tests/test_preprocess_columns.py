@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanomegatron.data import reading
+from nanomegatron.data.columns import column_rows
 from tests.test_preprocess import BYTES, TEXTS, decoded, jsonl, read, run
 
 DOCUMENTS = [*TEXTS, *(f"row {i} \u00e9 \u4f60" * (i % 40) for i in range(400))]
@@ -51,6 +52,16 @@ def test_rows_are_documents(arrow, tmp_path, monkeypatch, name, chunk, workers):
     lines = jsonl(tmp_path / "in.jsonl", DOCUMENTS)
     assert run("--input", lines, "--output-prefix", tmp_path / "y", *BYTES, "--append-eod") == 0
     assert files(tmp_path / "x") == files(tmp_path / "y")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "data-0.arrow", "file.arrow"])
+def test_reading_goes_on_at_any_row(arrow, tmp_path, name):
+    """In a batch, at its end and behind all rows; rows come with their numbers, from 1 on."""
+    texts = [f"text {i}" for i in range(1, 13)]
+    source = str(write(tmp_path / name, texts, rows_each=5))
+    for first in (1, 2, 5, 6, 11, 12, 13):
+        found = [row for rows, _ in column_rows(source, ("text",), first, 20) for row in rows]
+        assert [(row.number, row.values) for row in found] == [(i, [f"text {i}"]) for i in range(first, 13)]
 
 
 def test_every_type_of_string_and_two_columns(arrow, tmp_path):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import train
+from nanomegatron.config.cli import build_config
 from nanomegatron.faults import launch as mesh_launch
 from nanomegatron.faults.exit import name_culprit
 from nanomegatron.faults.launch import launch
@@ -151,6 +152,16 @@ def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> i
 
     metrics_log.write_status, run_data.choose_tokenizer = late, fails
     return train.run_rank(world, argv)
+
+
+@pytest.mark.parametrize(
+    "codes, code",
+    [([0, 0], 0), ([75, 0], 75), ([1, 16], 16), ([3, -9], 3), ([0, -9], 1), ([75, -15], 1), ([1, 75], 1)],
+)
+def test_the_code_of_a_run_is_that_of_the_rank_that_says_why(codes, code, monkeypatch):
+    monkeypatch.setattr(start_module, "launch", lambda *_, **__: codes)
+    config = build_config({"run_name": "test", "nproc": 2})
+    assert start_module.launch_ranks(config, [], print) == code
 
 
 @pytest.mark.parametrize("error, code", [(ValueError, 2), (ZeroDivisionError, 1)])

@@ -371,7 +371,7 @@ def test_command_line(capsys, monkeypatch):
     *rows, total = out.out.splitlines()
     assert code == 0 and len(rows) == 4 and "\x1b" not in out.out
     assert rows[3].split()[:9] == "rank 3 . . . F0a F1a F2a F3a".split()
-    assert total.startswith("total") and "bubble 18.8 % of ideal time" in total
+    assert total.startswith("total 28.5 forwards, bubble 18.8 % of ideal time")  # 3 x 8, and 3 / 16 of it
     assert total.endswith("of each rank: 11 9 7 5")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     code, out = run(capsys, *"--stages 2 --microbatches 2 --schedule zb-h1".split())

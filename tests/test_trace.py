@@ -364,6 +364,15 @@ def test_a_wait_beyond_plan_is_named(tmp_path):
     assert planned[3] == "hardly a wait above plan" and "waited" not in str(planned)
 
 
+def test_the_longest_wait_comes_first(tmp_path):
+    slow = recording()
+    for at, late in (1, 0.3), (2, 0.9):
+        behind = [e._replace(start=e.start + late, end=e.end + late) for e in slow.events[1][at:]]
+        slow.events[1] = slow.events[1][:at] + behind
+    longest, shorter = write(slow, tmp_path)[4:6]
+    assert "waited 0.9 ms (planned 0) before F0.1 " in longest and "waited 0.3 ms (planned 0)" in shorter
+
+
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     lines = write(recording(), tmp_path)
