@@ -67,11 +67,12 @@ def forward_step_func(mesh: Mesh) -> Callable:
 
     def forward_step(data_iterator: Iterator[Batch], model: GPTModel) -> tuple[torch.Tensor, Callable]:
         batch = next(data_iterator)
-        count = all_reduce_(batch.loss_mask.sum(), mesh.dp_cp)  # of the whole batch: its gradients are summed
 
-        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = (losses * batch.loss_mask).sum() / count
-            return loss, {"lm loss": all_reduce_(loss.detach().clone(), mesh.dp_cp)}
+        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            loss = (losses * batch.loss_mask).sum()
+            tokens = batch.loss_mask.sum()
+            total = all_reduce_(torch.stack((loss.detach(), tokens)), mesh.dp_cp)
+            return loss, tokens, {"lm loss": total[0] / total[1]}
 
         return model(batch, batch.labels), loss_func
 

@@ -28,7 +28,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
 from nanomegatron.ops.rope import rope, rope_packed
-from nanomegatron.param import Init, scaled_std
+from nanomegatron.param import Init, scaled_std, slot
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
     q_norm, k_norm: of each head, or None. `pick_variants.py` may set these four.
     """
 
-    context_attention: Callable[..., torch.Tensor] = staticmethod(context_attention)
+    context_attention: Callable[..., torch.Tensor] = slot(context_attention)
     has_variants = False  # whether `pick_variants` has set what the flags ask for
 
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:

@@ -234,8 +234,8 @@ def context_attention(
             return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
 
         return ulysses_attention(q, k, v, shard.axis, shard.row_order, whole_rows)
-    if kind not in ("p2p", "allgather") or mask.window is not None:
-        raise ValueError(f"{kind} with window {mask.window} is a variant, which pick_variants.py picks")
+    if kind not in ("p2p", "allgather") or mask.window is not None or mask.cap is not None:
+        raise ValueError(f"{kind} with {mask} is a variant, which pick_variants.py picks")
     if kind == "allgather":
         return GatherFunction.apply(
             q, k, v, shard.axis, shard.gathered_blocks, shard.row_order, backend

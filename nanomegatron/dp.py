@@ -94,8 +94,8 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
 class ShardComm:
     """Reduces gradients over an axis, each rank's shard to this rank, and gathers the updated shards.
 
-    axis: the ranks that sum gradients. shards: those that divide the update. size: bytes of all tensors of
-    `zeros` together.
+    axis: the ranks that sum gradients. shard_axis: those that divide the update. size: bytes of all tensors
+    of `zeros` together.
     """
 
     description = "collectives"  # for the banner
@@ -103,7 +103,7 @@ class ShardComm:
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         self.axis = axis
-        self.shards = axis
+        self.shard_axis = axis
         self.device = device
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,8 +117,8 @@ class ShardComm:
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
         """Begin to gather the other ranks' shards of whole `[size]`, in place."""
-        own = whole.chunk(self.shards.size)[self.shards.rank]
-        return start_all_gather(own, self.shards, whole)
+        own = whole.chunk(self.shard_axis.size)[self.shard_axis.rank]
+        return start_all_gather(own, self.shard_axis, whole)
 
     def wait_for_readers(self) -> None:
         """Make the current stream wait for other ranks that read this rank's tensors; not needed here."""
@@ -129,7 +129,7 @@ class ReplicaComm(ShardComm):
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         super().__init__(axis, device, size)
-        self.shards = Axis.single()
+        self.shard_axis = Axis.single()
 
     def start_reduce(self, whole: torch.Tensor, op: str) -> Pending:
         """Begin to reduce whole `[size]` over the axis, in place."""
@@ -181,14 +181,14 @@ class Bucket:
     ) -> None:
         self.params = params
         self.axis = comm.axis
-        self.shards = comm.shards
+        self.shard_axis = comm.shard_axis
         self.comm = comm
         self.buckets = buckets
         self.device = params[0].device
         self.dtype = params[0].dtype
         self.begins, self.size = lay_out(params, SHARD_ALIGN * self.axis.size)
-        length = self.size // self.shards.size
-        self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
+        length = self.size // self.shard_axis.size
+        self.shard = slice(self.shard_axis.rank * length, (self.shard_axis.rank + 1) * length)
         self.slices = list(self._slices())
         self.mean_factor = 1.0  # makes the mean over `axis` the sum, of a loss that loss_factor multiplies
         if buckets.op == "avg":
@@ -267,7 +267,7 @@ class Bucket:
         self.pending_gather = self.comm.start_all_gather(self.gathered.whole)
 
     def _slices(self) -> Iterator[Slice]:
-        saver = self.shards.size > 1 or self.axis.rank == 0
+        saver = self.shard_axis.size > 1 or self.axis.rank == 0
         for first, param in zip(self.begins, self.params, strict=True):
             for part in param.spec.parts:
                 begin, end = (first + n for n in part.flat_range(param.spec.local_shape))

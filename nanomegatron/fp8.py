@@ -111,7 +111,7 @@ class Recipe:
     Raises ValueError for unknown ones.
     """
 
-    quantizer: type["Quantizer"]
+    quantizer_class: type["Quantizer"]
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
     margin: int = 0  # a tensor's largest value is scaled to the format's, divided by 2^margin
     amax_history_len: int = 1  # steps whose amaxes count
@@ -123,12 +123,12 @@ class Recipe:
         algos = ("most_recent", "max")
         if self.gradient not in FORMATS or self.amax_compute_algo not in algos or self.amax_history_len < 1:
             raise ValueError(f"{self}: amax_compute_algo is most_recent or max, amax_history_len at least 1")
-        if self.gather and not self.quantizer.one_scale:
+        if self.gather and not self.quantizer_class.one_scale:
             raise ValueError(f"{self}: gather is for recipes with one scale a tensor")
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the value that an amax is scaled to in this format."""
-        return fp8_limit(dtype, self.margin if self.quantizer.has_margin else 0)
+        return fp8_limit(dtype, self.margin if self.quantizer_class.has_margin else 0)
 
 
 class Quantizer:
@@ -294,7 +294,7 @@ class Fp8LayerState:
         self.recipe = recipe
         dtypes = E4M3, E4M3, gradient or recipe.gradient
         self.quantizers = [
-            recipe.quantizer(role, dtype, recipe.limit(dtype))
+            recipe.quantizer_class(role, dtype, recipe.limit(dtype))
             for role, dtype in zip(ROLES, dtypes, strict=True)
         ]
         self.x, self.w, self.g = self.quantizers
@@ -353,7 +353,7 @@ class Scales:
 
     def end_step(self) -> None:
         """Compute the next step's scales and drop the casts of weights, before the optimizer's step."""
-        if self.layers and self.recipe.quantizer.keeps_history:
+        if self.layers and self.recipe.quantizer_class.keeps_history:
             self.update_scales()
         elif self.layers:
             self.amax_history[:1] = 0.0  # of weights that the optimizer casts

@@ -11,8 +11,8 @@ Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
       \
        `---------> g columnwise [o, t] and the saved x columnwise               dW = g^T x, into main_grad
 
-By the communication of the layer (`comm`), with bytes a value, where x and y are in 16 bits; the sequence is
-sharded in training only, so evaluation has "copy" and "sum":
+By the communication of the layer (`comm`), with bytes a value, where x and y are in 16 bits; generation
+shards no sequence, so it has "copy" and "sum":
 
     comm       layer               x is cast    saved            forward              backward
     "copy"     column              both ways    x columnwise 1   -                    all-reduce dx 2

@@ -26,7 +26,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, apply_dropout
 from nanomegatron.ops.norm import norm
 from nanomegatron.ops.swiglu import activation
-from nanomegatron.param import Init, accumulate, replicated, scaled_std
+from nanomegatron.param import Init, accumulate, replicated, scaled_std, slot
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -105,7 +105,7 @@ def run_mlp(mlp: "MLP", x: torch.Tensor, linear_fc1: Callable, linear_fc2: Calla
 class MLP(nn.Module):
     """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
-    run: Callable[..., torch.Tensor] = staticmethod(run_mlp)
+    run: Callable[..., torch.Tensor] = slot(run_mlp)
 
     def __init__(
         self, config: TransformerConfig, tp: Axis, init: Init, ffn: int, recompute: bool = False
@@ -203,9 +203,9 @@ def logits_then_loss(
 class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
-    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
-    compute_logits: Callable[..., torch.Tensor] = staticmethod(output_logits)
-    loss: Callable[..., torch.Tensor] = staticmethod(logits_then_loss)
+    linear: Callable[..., torch.Tensor] = slot(LinearFunction.apply)
+    compute_logits: Callable[..., torch.Tensor] = slot(output_logits)
+    loss: Callable[..., torch.Tensor] = slot(logits_then_loss)
     has_variants = False  # as of SelfAttention
     fp8: Any = None  # as of a ColumnParallelLinear
 

@@ -88,22 +88,6 @@ def cosine(share: float) -> float:
     return 0.5 * (math.cos(math.pi * share) + 1.0)
 
 
-def make_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
-    """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
-
-    samples_before: the samples before each step of the run, and after its last one. Here both rates are the
-    same and the decay is constant. Raises ValueError for flags of `pick_variants.pick_schedules` alone.
-    """
-    opt = config.optimizer
-    rates_differ = opt.decoupled_lr is not None
-    decay_grows = opt.weight_decay_incr_style != "constant"
-    other_style = opt.lr_decay_style not in STYLES
-    if rates_differ or decay_grows or other_style:
-        raise ValueError("these are schedules of variants/: take pick_variants.pick_schedules")
-    schedule = Schedule.from_config(config, samples_before)
-    return [schedule.at, schedule.at, lambda samples: opt.weight_decay]
-
-
 def step_values(schedules: Schedules, samples_before: Sequence[int]) -> list[list[float]]:
     """Return the values of three schedules for each step, and for one step more: `[3][steps + 1]`"""
     return [[schedule(samples) for samples in samples_before] for schedule in schedules]

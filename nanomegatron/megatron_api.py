@@ -52,10 +52,12 @@ def forward_backward(
     """What Megatron's `get_forward_backward_func()` returns, for forward steps written for that.
 
     forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
-    (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
-    tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, before cp shards them. Gradients are added to `ParamAndGradBuckets`: call this
-    between their `zero_grad_buffer` and `finish_grad_sync`; without buckets they are added to `.grad`.
+    (loss, tokens, report) for a loss that is a sum. As in Megatron, the loss is divided by the number of
+    microbatches and that of tokens, or without tokens multiplied by cp; and gradients in buckets become the
+    mean over the dp x cp ranks. data_iterator: one, or one for each chunk, from which each forward takes its
+    microbatch. seq_length: of whole rows, before cp shards them. Gradients are added to
+    `ParamAndGradBuckets`: call this between their `zero_grad_buffer` and `finish_grad_sync`; without buckets
+    they are added to `.grad`. fp16's loss scale and the weight of routers' losses are for forward_step_func.
     Returns the report of each microbatch on the rank of the last stage, an empty list on others.
     """
     several = isinstance(data_iterator, list | tuple)
@@ -63,20 +65,30 @@ def forward_backward(
         raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
     iterators = dict(zip(model, data_iterator if several else [data_iterator] * len(model)))
     reports = []
+    bucket = getattr(next(model.parameters()), "bucket", None)
+    to_mean = 1.0
+    if bucket is not None:
+        to_mean = bucket.buckets.loss_factor / bucket.axis.size
 
     def step(chunk: core_model.GPTModel, _: int) -> torch.Tensor:
         output, loss_func = forward_step_func(iterators[chunk], chunk)
         if not chunk.post_process:
             return output
-        result = loss_func(output)
-        loss = result[0]
-        reports.append(result[-1])
-        if len(result) == 3:  # a sum over tokens
-            loss = loss / result[1].clamp(min=1)
-        return loss / num_microbatches
+        loss, *tokens, report = loss_func(output)
+        reports.append(report)
+        if tokens:
+            loss = loss / tokens[0].clamp(min=1)
+        else:
+            loss = loss * model.cp.size
+        return loss * to_mean / num_microbatches
 
-    shape = model.shape(seq_length // model.cp.size, micro_batch_size)
-    run_schedule(model, step, num_microbatches, shape, forward_only)
+    run_schedule(
+        model,
+        step,
+        num_microbatches,
+        model.shape(seq_length // model.cp.size, micro_batch_size),
+        forward_only,
+    )
     return reports
 
 

@@ -40,7 +40,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.rope import rope_angles
 from nanomegatron.ops.swiglu import activation
-from nanomegatron.param import Init, new_parameter
+from nanomegatron.param import Init, new_parameter, slot
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import vocab_spec
 
@@ -121,7 +121,7 @@ class GPTModel(nn.Module):
     before it returns hidden states. run_layers: its one slot, with the arguments of the function above.
     """
 
-    run_layers: Callable[..., torch.Tensor] = staticmethod(run_layers)
+    run_layers: Callable[..., torch.Tensor] = slot(run_layers)
 
     def __init__(
         self,

@@ -64,6 +64,7 @@ from nanomegatron.param import (
     replicated,
     scaled_std,
     shard,
+    slot,
     stacked,
 )
 from nanomegatron.recompute import recomputed
@@ -85,7 +86,7 @@ def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch
 class MoELayer(nn.Module):
     """Router, experts and shared experts. x `[s, b, h]` -> `[s, b, h]` (sequence parallelism: s is s/tp)."""
 
-    run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
+    run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = slot(route_and_combine)
 
     def __init__(
         self,
@@ -354,8 +355,8 @@ class GroupedExperts(nn.Module):
     """
 
     multiple = 1  # each expert's rows are zero-padded to a multiple of it; above 1 no expert has none
-    linear: Callable[..., torch.Tensor] = staticmethod(grouped_linear)
-    project: Callable[..., torch.Tensor] = staticmethod(activate_and_project)
+    linear: Callable[..., torch.Tensor] = slot(grouped_linear)
+    project: Callable[..., torch.Tensor] = slot(activate_and_project)
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
         super().__init__()

@@ -184,6 +184,14 @@ def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
     return torch.empty(shape, device=init.device).normal_(0.0, init.std, generator=generator)
 
 
+def slot(function: Callable) -> staticmethod:
+    """What a module calls as its own, until `pick_variants.py` or `pick_fast_paths.py` gives it another.
+
+    On a GPU most are replaced: see `pick_fast_paths.install`.
+    """
+    return staticmethod(function)
+
+
 def accumulate(param: nn.Parameter | None, write: Write) -> torch.Tensor | None:
     """Add a gradient to that of `param`, now or deferred -> None, or without a bucket the gradient `[...]`
 
@@ -239,10 +247,18 @@ class WeightGradStore:
         yield works
         self.queue = None
 
+    def takes(self, param: nn.Parameter) -> bool:
+        """Whether what is added to the gradient of param `[...]` is queued: of matrices, not of vectors."""
+        return self.queue is not None and param.dim() > 1
+
     @staticmethod
     @torch.no_grad()
     def run(works: list[tuple[nn.Parameter, Write]]) -> None:
-        """Compute deferred weight gradients, in the order of the backward."""
+        """Compute deferred weight gradients, in the order of the backward.
+
+        Communicates what they wait for (under sequence parallelism a layer's input, over tp), and starts the
+        reductions of the buckets that they fill.
+        """
         for param, write in works:
             grad = write_now(param, write)
             if grad is not None:  # there is no bucket
@@ -252,7 +268,7 @@ class WeightGradStore:
 def is_deferred(param: nn.Parameter) -> bool:
     """Whether `accumulate` now queues what it adds to the gradient of this parameter `[...]`."""
     store = getattr(param, "wgrad_store", None)
-    return store is not None and store.queue is not None and param.dim() > 1
+    return store is not None and store.takes(param)
 
 
 def add_product(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, beta: int = 1) -> None:

@@ -105,12 +105,15 @@ def pick_router(router: Router) -> None:
 
 
 def build_schedule(config: Config, samples_before: Sequence[int]) -> Schedule:
-    """Return the schedule of the learning rate. samples_before: as in `lr_schedule.make_schedules`."""
+    """Return the schedule of the learning rate. samples_before: as in `pick_schedules`."""
     return LR_STYLES.get(config.optimizer.lr_decay_style, Schedule).from_config(config, samples_before)
 
 
 def pick_schedules(config: Config, samples_before: Sequence[int]) -> Schedules:
-    """Return what `lr_schedule.make_schedules` does, for all settings."""
+    """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
+
+    samples_before: the samples before each step of the run, and after its last one.
+    """
     optimizer = config.optimizer
     schedule = vocabulary = build_schedule(config, samples_before)
     if optimizer.decoupled_lr is not None:

@@ -131,7 +131,8 @@ class OpRunner:
                 input_grad = self._backward(op, received)
             self.works[op.chunk, op.microbatch] = works
             return input_grad
-        return self.stages.wgrad_store.run(self.works.pop((op.chunk, op.microbatch)))
+        self.stages.wgrad_store.run(self.works.pop((op.chunk, op.microbatch)))
+        return None
 
     def _forward(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
         chunk = self.stages[op.chunk]

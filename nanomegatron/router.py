@@ -40,7 +40,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce, all_reduce_
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, accumulate, add_product, replicated
+from nanomegatron.param import Init, accumulate, add_product, replicated, slot
 
 
 class RouterOutput(NamedTuple):
@@ -160,10 +160,10 @@ class Router(nn.Module):
     In training aux_loss all-reduces counts `[E]` over tp and cp. Slots stand first.
     """
 
-    gate: Callable[..., torch.Tensor] = staticmethod(GateFunction.apply)
-    compute_logits: Callable[..., torch.Tensor] = staticmethod(compute_logits)
-    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(choose_experts)
-    best_experts: Callable[..., torch.Tensor] = staticmethod(best_experts)
+    gate: Callable[..., torch.Tensor] = slot(GateFunction.apply)
+    compute_logits: Callable[..., torch.Tensor] = slot(compute_logits)
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]] = slot(choose_experts)
+    best_experts: Callable[..., torch.Tensor] = slot(best_experts)
     loss_functions: ClassVar[dict[str, Callable]] = {"aux_loss": aux_loss, "z_loss": z_loss}
     drop: Callable[..., torch.Tensor] | None = None  # (probs, chosen, config) -> ids, -1 for a dropped copy
     has_variants = False  # whether `pick_variants` has filled them

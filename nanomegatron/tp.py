@@ -66,6 +66,7 @@ from nanomegatron.param import (
     new_parameter,
     replicated,
     shard,
+    slot,
     stacked,
 )
 
@@ -117,7 +118,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         axis = ctx.axis
-        gathering = None  # x, for dW, beside dx
+        gathering = None  # x, for dW: beside dx, or if deferred by dW's own `write`
         if ctx.comm == "gather" and not is_deferred(ctx.weight):
             gathering = start_all_gather(x, axis)
         dbias = bias_grad(ctx.bias, dy, accumulate)
@@ -156,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
     `fp8.Fp8LayerState`, if any. `fp8_linear.use_fp8` sets both.
     """
 
-    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    linear: Callable[..., torch.Tensor] = slot(LinearFunction.apply)
     fp8: Any = None
 
     def __init__(
@@ -207,7 +208,7 @@ class RowParallelLinear(nn.Module):
     linear, fp8: as in ColumnParallelLinear.
     """
 
-    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    linear: Callable[..., torch.Tensor] = slot(LinearFunction.apply)
     fp8: Any = None
 
     def __init__(

@@ -34,7 +34,7 @@ class Zero2Bucket(Bucket):
 
     def init_grads(self) -> None:
         """Allocate the sum of this rank's shard, and no gradients yet."""
-        self.grad_shard = torch.zeros(self.size // self.shards.size, device=self.device)
+        self.grad_shard = torch.zeros(self.size // self.shard_axis.size, device=self.device)
         self.free_grads()
 
     def alloc_grads(self) -> None:

@@ -71,9 +71,9 @@ def stages(argv: str, world: int) -> Iterator[tuple[Mesh, ParamAndGradBuckets]]:
             among = replace(mesh.dp_cp, rank=dense.index(rank)), replace(mesh.edp, rank=ranks.index(rank))
             mesh = replace(mesh, rank=rank, dp_cp=among[0], edp=among[1])
             for bucket in buckets.all:
-                bucket.axis = bucket.shards = among[bucket.params[0].spec.expert]
-                length = bucket.size // bucket.shards.size
-                bucket.shard = slice(bucket.shards.rank * length, (bucket.shards.rank + 1) * length)
+                bucket.axis = bucket.shard_axis = among[bucket.params[0].spec.expert]
+                length = bucket.size // bucket.shard_axis.size
+                bucket.shard = slice(bucket.shard_axis.rank * length, (bucket.shard_axis.rank + 1) * length)
                 bucket.slices = list(bucket._slices())
             yield mesh, buckets
 

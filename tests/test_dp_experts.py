@@ -111,7 +111,7 @@ def test_experts_have_buckets_of_their_own(mesh):
         for bucket in buckets.all:
             kinds = {p.spec.expert for p in bucket.params}
             assert len(kinds) == 1 and bucket.axis is (mesh.edp if kinds == {True} else mesh.dp_cp)
-            assert bucket.shards.size == (1 if strategy == "no_shard" else bucket.axis.size)
+            assert bucket.shard_axis.size == (1 if strategy == "no_shard" else bucket.axis.size)
         expert = sum(bucket.size for bucket in buckets.all if bucket.params[0].spec.expert)
         kind = "all_reduce" if strategy == "no_shard" else "reduce_scatter"
         times = 3 if strategy == "optim_grads" else 1

@@ -60,7 +60,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
         run.optimizer.cast_weights()
     found = steps(run, 4, bad=2)
     sent = run.mesh.observer.counts["dp_cp", "all_gather", "bytes"]
-    sharded = run.buckets.all[0].shards.size > 1
+    sharded = run.buckets.all[0].shard_axis.size > 1
     casting = cast_by_optimizer(run.buckets)
     assert bool(casting) == ours
     assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.buckets.all)
@@ -72,7 +72,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     return {
         "steps": found,
         "weights": weights_of(run),
-        "scale": scales.scale[1::3] if scales.recipe.quantizer.keeps_history else None,
+        "scale": scales.scale[1::3] if scales.recipe.quantizer_class.keeps_history else None,
         "alike": alike(run),
     }
 

@@ -21,16 +21,16 @@ TODAY = """
 checkpoint          2303           70            112      28      25      30
 commands             904           30             69      24      11      21
 config              2162           97            124       8      35      52
-core                2994            3            103      16       7      23
+core                2994            3            103      16       7      22
 data                1411           44             61      17       9       7
 debug                571           17             36       4       4      11
-fast                1723           89             69      32       9      12
-faults              1021           36             41       3       4      15
+fast                1716           85             69      28       8      12
+faults              1019           36             40       3       4      14
 launch               250            1             10       0       2       5
 ops                 1533           78            138      73       2      21
 plan                1143           85            103      11       7      26
-programs             545            9             22       0       5       6
-report              1576           37             62       6       9      18
+programs             544            9             21       0       5       6
+report              1575           37             62       6       9      18
 variants             359            9             10       2       0       3
 """
 

@@ -1,7 +1,6 @@
 """What changes from step to step, against Megatron's scheduler and torch's AdamW; the logged norms."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,7 @@ from nanomegatron.config.settings import (
     RunConfig,
 )
 from nanomegatron.dp import ParamAndGradBuckets
-from nanomegatron.lr_schedule import make_schedules, step_values
+from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
@@ -97,24 +96,6 @@ def test_iterations_of_growing_batches(data, style, wsd):
     assert rates[5] == 1e-3 and rates[-1] == pytest.approx(1e-5)
     assert decays[0] == 0.0 and decays[-1] == 0.5
     assert rates.count(1e-3) == (27 if wsd else 1)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(lr_decay_style="WSD"),
-        dict(lr_decay_style="inverse-square-root"),
-        dict(decoupled_lr=1e-3),
-        dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5),
-    ],
-)
-def test_values_of_the_core_are_those_of_build_or_refused(settings):
-    """A loop that does not ask build: no setting is dropped without a word."""
-    config = Config(run=RunConfig(train_iters=4))
-    core, picked = make_schedules(config, range(5)), pick_schedules(config, range(5))
-    assert step_values(core, range(5)) == step_values(picked, range(5))
-    with pytest.raises(ValueError, match="pick_variants.pick_schedules"):
-        make_schedules(replace(config, optimizer=OptimizerConfig(**settings)), range(5))
 
 
 def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.float32):

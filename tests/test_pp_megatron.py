@@ -8,6 +8,7 @@ import torch
 
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.cp import shard_batch
+from nanomegatron.dp import ParamAndGradBuckets
 from nanomegatron.megatron_api import forward_backward
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -79,6 +80,41 @@ def test_forward_backward_is_megatrons(schedule):
             torch.testing.assert_close(found[part.name], part.local_view(param.grad), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(without[last]["losses"], [loss.sum().item() for loss in losses])
     assert not without[0]["grads"] and not without[1]["grads"]
+
+
+def mean_step(iterator, chunk):
+    """The older form: the loss is a mean already."""
+    batch, labels = next(iterator)
+    return chunk(batch, labels), lambda losses: (losses.mean(), {})
+
+
+def summed_over_dp(mesh, forward_step, average: bool) -> dict[str, torch.Tensor]:
+    """Gradients of which each dp rank made those of every second microbatch."""
+    stages = stages_of(mesh, LLAMA, {})
+    buckets = ParamAndGradBuckets(stages, ParallelConfig(ddp_average_in_collective=average), mesh)
+    buckets.zero_grad_buffer(M // 2)
+    forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=map(microbatch, range(mesh.dp.rank, M, 2)),
+        model=stages,
+        num_microbatches=M // 2,
+        seq_length=LENGTH,
+        micro_batch_size=MICRO,
+    )
+    buckets.finish_grad_sync()
+    return {param.spec.name: param.main_grad for param in stages.parameters()}
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("forward_step", [megatron_step, mean_step])
+def test_gradients_are_the_mean_over_dp(forward_step, average):
+    """Megatron's DistributedDataParallel divides by the ranks of dp x cp; a forward step does not."""
+    sizes = dict(vocab_size=VOCAB, max_sequence_length=LENGTH, padded_vocab_size=PADDED)
+    model = GPTModel(config_of(LLAMA, ParallelConfig()).model, init=Init(seed=5, std=0.1), **sizes)
+    (sum(model(*microbatch(i)).mean() for i in range(M)) / M).backward()
+    for found in run_spmd(summed_over_dp, 2, forward_step, average):
+        for param in model.parameters():
+            torch.testing.assert_close(found[param.spec.name], param.grad, rtol=1e-4, atol=1e-7)
 
 
 def under_cp(mesh) -> list[float]:

@@ -15,7 +15,7 @@ from nanomegatron.fp8 import ROLES, Scales
 
 def fp8_state(scales: Scales | None) -> dict[str, torch.Tensor]:
     """Copy each layer's state of x, w, g; {} without FP8 -> amaxes `[history, 3]`, scales `[3]`"""
-    if scales is None or not scales.recipe.quantizer.keeps_history:
+    if scales is None or not scales.recipe.quantizer_class.keeps_history:
         return {}
     found = {}
     for name, history, scale in zip(

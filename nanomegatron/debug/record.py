@@ -227,7 +227,7 @@ class Recorder(NoTracer, Observer):
         """Record what this rank's shards of all buckets hold: shard(bucket) `[size/ranks]`."""
         for bucket, piece in self.run.buckets.slices():
             axis, own = bucket.axis, _copies(piece.part)
-            if bucket.shards.size < axis.size:
+            if bucket.shard_axis.size < axis.size:
                 own = (*own, (axis.name, axis.rank))
             self._add_param(kind, piece.part, piece.at, piece.shard_view(shard(bucket)), own)
 

@@ -117,7 +117,9 @@ class GraphedSteps:
     ) -> None:
         """Run forward and backward of all microbatches, as `pp.run_schedule`. step: a `step.ForwardStep`"""
         scales = self.scales
-        first_scales = scales is not None and scales.recipe.quantizer.keeps_history and not scales.has_history
+        first_scales = (
+            scales is not None and scales.recipe.quantizer_class.keeps_history and not scales.has_history
+        )
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
             return self.plain(stages, step, microbatches, shape, forward_only, tracer)
         for layer in scales.layers.values() if scales is not None else ():

@@ -37,7 +37,7 @@ class PeerShards:
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         """size: bytes on each rank for all tensors together. All ranks of the axis call it together."""
-        self.axis, self.shards, self.device = axis, axis, device
+        self.axis, self.shard_axis, self.device = axis, axis, device
         self.shared_bytes, self.used = size, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle, self.arenas = share_memory(axis, device, size)

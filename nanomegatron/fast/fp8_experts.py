@@ -26,7 +26,7 @@ from nanomegatron.ops.grouped_mm import Groups
 
 def quantize_experts(experts: GroupedExperts, recipe: Recipe) -> list[Fp8LayerState]:
     """Make the experts multiply in FP8, if the recipe is rowwise; return the states of the two layers."""
-    if recipe.quantizer is not Rowwise:
+    if recipe.quantizer_class is not Rowwise:
         return []
     first, second = (
         Fp8LayerState(f"{experts.name}.{name}.weight", recipe, E4M3) for name in ("linear_fc1", "linear_fc2")

@@ -37,7 +37,7 @@ class WeightCasts:
         self.bucket, self.layers = bucket, [param.fp8 for param in bucket.params]
         self.scales = self.layers[0].w.scales
         self.note = "FP8 weights cast by the optimizer"
-        if bucket.shards is bucket.axis:
+        if bucket.shard_axis is bucket.axis:
             self.note = "FP8 weights gathered as bytes"
         self.whole = bucket.comm.zeros(bucket.size, torch.uint8)
         self.shard = self.whole[bucket.shard]
@@ -119,7 +119,7 @@ def gathered_casts(sharded: bool, param: nn.Parameter, axis: Axis) -> type:
 
 def casts_weights(recipe: Recipe, sharded: bool) -> bool:
     """Whether the optimizer casts the weights; sharded: it holds only shards of them."""
-    return recipe.gather if sharded else recipe.quantizer.keeps_history
+    return recipe.gather if sharded else recipe.quantizer_class.keeps_history
 
 
 def update_weight_scales(scales: Scales) -> None:
@@ -130,7 +130,7 @@ def update_weight_scales(scales: Scales) -> None:
     recipe = scales.recipe
     weights = slice(ROLES.index("w"), None, len(ROLES))
     amax = all_reduce_amax_(scales.amax_history[0, weights].clone(), scales.axes)
-    scales.scale[weights] = fp8_scale(amax, recipe.limit(E4M3), recipe.quantizer.power_of_two)[0]
+    scales.scale[weights] = fp8_scale(amax, recipe.limit(E4M3), recipe.quantizer_class.power_of_two)[0]
     scales.set_scale_inv(1.0 / scales.scale)
 
 

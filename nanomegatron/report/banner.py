@@ -126,7 +126,7 @@ def buckets_text(buckets: ParamAndGradBuckets) -> str:
     """How gradients and optimizer states are sharded, reduced and gathered; "" for one fp32 all-reduce."""
     text = []
     if buckets.strategy != "no_shard":
-        sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in buckets.all}
+        sizes = {bucket.params[0].spec.expert: bucket.shard_axis.size for bucket in buckets.all}
         experts = f" (of experts {sizes[True]})" if True in sizes else ""
         what = "optimizer states" + " and gradients" * (not buckets.bucket_class.keeps_grads)
         text.append(f"{what} cut over {sizes[False]} ranks{experts}")
@@ -137,7 +137,7 @@ def buckets_text(buckets: ParamAndGradBuckets) -> str:
     text += ["gradients reduced during the backward"] * buckets.overlap_reduce
     text += ["parameters gathered during the forward"] * buckets.overlap_gather
     if buckets.overlap_reduce or buckets.overlap_gather:
-        text += [f"by {comm.description}" for comm in buckets.comms if comm.shards.size > 1][:1]
+        text += [f"by {comm.description}" for comm in buckets.comms if comm.shard_axis.size > 1][:1]
     text += dict.fromkeys(bucket.gathered.note for bucket in buckets.all if bucket.gathered.note)
     return ", ".join(text + ["averaged by the collective"] * (buckets.op == "avg"))
 

@@ -104,13 +104,13 @@ class Fp8Stats(Observer):
         scales.stats_hook = None
         most = self.amax.new_zeros(2, len(self.amax))
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
-        if recipe.quantizer.keeps_history and scales.has_history:  # else the scales of this step's amax
+        if recipe.quantizer_class.keeps_history and scales.has_history:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale
         amax, scale = all_reduce_(most, self.run.mesh.world, "max")
         values, saturated, underflow = all_reduce_(self.counts, self.run.mesh.world)
         for i, (role, dtype) in enumerate(zip(ROLES, (E4M3, E4M3, recipe.gradient), strict=True)):
             of = slice(i, None, len(ROLES))
-            now = fp8_scale(amax[of], recipe.limit(dtype), recipe.quantizer.power_of_two)[0]
+            now = fp8_scale(amax[of], recipe.limit(dtype), recipe.quantizer_class.power_of_two)[0]
             if role == "g":  # gradients of experts are in E4M3, in any format
                 ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
                 now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])
