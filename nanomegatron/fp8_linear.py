@@ -1,6 +1,6 @@
 r"""The linear function of tp.py with its three matmuls in FP8.
 
-Tests: tests/test_tp_fp8.py. Page: docs/fp8.md.
+Tests: tests/test_fp8_linear.py. Page: docs/fp8.md.
 
     x --- cast --> x rowwise [t, i] ------------------.
       \                                                \                       y = x W^T

@@ -1,6 +1,6 @@
 """Values that change from step to step: the learning rate, and the loss scale of fp16.
 
-Tests: tests/test_optim_values.py. Page: docs/life-of-a-step.md.
+Tests: tests/test_lr_schedule.py. Page: docs/life-of-a-step.md.
 
     samples before a step   0 ... warmup ... decay        learning rate: up from `warmup_init`, then down
 

@@ -1,6 +1,6 @@
 """Megatron Core's spellings of what is here, for code that was written for it. The core imports none of this.
 
-Tests: tests/test_config_keywords.py. Page: docs/api.md.
+Tests: tests/config/test_keywords.py. Page: docs/api.md.
 
     Megatron Core                                      here
     ColumnParallelLinear(..., gather_output=True)      tp.ColumnParallelLinear, then comm.gather_from

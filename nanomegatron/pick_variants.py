@@ -1,6 +1,6 @@
 """Picks what a run's flags or data ask for and the core has not: another result, from `variants/`.
 
-Tests: tests/test_moe_router.py. Page: docs/architecture.md.
+Tests: tests/test_router.py. Page: docs/architecture.md.
 
 Each is a whole function or class in the place of the core's: an attribute of the module that uses it, or
 what a function here returns. A module says with `has_variants` that it has been through `pick_variants`; one

@@ -1,6 +1,6 @@
 """Activation recomputation: the forward drops activations, and the backward computes them again.
 
-Tests: tests/test_model_recompute.py. Page: docs/parallel.md.
+Tests: tests/test_recompute.py. Page: docs/parallel.md.
 
     granularity   what is kept                       what is recomputed, just before its own backward
     selective     all, except in named modules       core_attn: attention from q, k, v; mlp: the whole MLP

@@ -1,6 +1,6 @@
 """The router: chooses the experts of each token and their weights, and keeps the experts' load balanced.
 
-Tests: tests/test_moe_router.py. Page: docs/moe.md.
+Tests: tests/test_router.py. Page: docs/moe.md.
 
     x [t, h] -> logits x W^T + b [t, E] -> ids of the k best, probs [t, k]
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomegatron.ops.attention import Block, attend, attend_backward
-from tests.test_attention import Largest
+from tests.ops.test_attention import Largest
 
 CASES = {
     "full": dict(),

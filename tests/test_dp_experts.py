@@ -16,9 +16,9 @@ from nanomegatron.checkpoint.optimizer_state import (
 from nanomegatron.comm import all_reduce
 from nanomegatron.report.banner import buckets_text
 from tests import toy
+from tests.checkpoint.test_checkpoint import tensors
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd, spmd
-from tests.test_checkpoint import tensors
 from tests.test_dp import CASES, STRATEGIES, as_flags
 from tests.toy import train_step
 from tests.toy_experts import EXPERTS, ExpertToy

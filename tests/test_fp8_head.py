@@ -19,8 +19,8 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory
 from nanomegatron.tp import vocab_spec
 from tests.layouts import FIVE_STEPS, flags_of, fp8
+from tests.plan.test_memory import TINY, config
 from tests.spmd import run_spmd
-from tests.test_plan import TINY, config
 from tests.training import arguments, compare, train_on_a_rank
 
 HEAD = "--fp8-output-proj --make-vocab-size-divisible-by 16"

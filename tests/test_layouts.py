@@ -149,8 +149,8 @@ def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, 
 def test_fast_files_are_entered_by_several():
     """Three layouts each in the fast tier; those that need GPUs by tests that imitate one."""
     files = {path.stem for path in Path(fast.__file__).parent.glob("*.py")} - {"__init__"}
-    graphs = {"cuda_graphs", "layer_graphs", "decode"}  # test_cuda_graphs.py, test_decode.py
-    memory = {"peer_memory", "dp_peer"}  # test_tp_overlap.py, test_cp_ring.py, test_dp_peer.py, test_order.py
+    graphs = {"cuda_graphs", "layer_graphs", "decode"}  # fast/test_cuda_graphs.py, fast/test_decode.py
+    memory = {"peer_memory", "dp_peer"}  # test_order.py; fast/test_ring.py, _tp_overlap.py, _dp_peer.py
     assert files - graphs - memory == ENTERED.keys()
     assert min(len(set(cases)) for cases in ENTERED.values()) >= 3
     assert sum(layout.endswith("fp") for layout, _ in NAMED) >= 40

@@ -24,8 +24,8 @@ from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, 
 from tests.checkpoints import ALONE
 from tests.layouts import FIVE_STEPS, flags_of
 from tests.layouts import fp8 as flags_of_recipe
+from tests.report.test_fp8_stats import stats_of
 from tests.spmd import run_spmd
-from tests.test_fp8_stats import stats_of
 from tests.test_moe_experts import BASE, INIT, KINDS, offsets_of, one, parameters
 from tests.training import arguments, check_entered, train_on_a_rank
 

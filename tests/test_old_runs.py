@@ -2,7 +2,7 @@
 
 goldens/run_0.1 was written by 0.1: `python train.py --config old.toml --run-name old --exit-interval 4`. Its
 checkpoint, settings, status and metrics are kept; its manifest was written again in today's format, which
-alone is read. (Other checkpoints: test_checkpoint_manifest.py.)
+alone is read. (Other checkpoints: checkpoint/test_manifest.py.)
 """
 
 import json

@@ -299,7 +299,7 @@ def llama3_model(folder: Path) -> Shape:
 
 
 def megatron_json(folder: Path) -> Shape:
-    """Its patterns and ids are held to Megatron Core's own class in test_tokenizer.py."""
+    """Its patterns and ids are held to Megatron Core's own class in data/test_tokenizer.py."""
     tokens = merged()
     named = [{"rank": i, "token_bytes": base64.b64encode(t).decode()} for i, t in enumerate(tokens)]
     (folder / "vocabulary.json").write_text(json.dumps(named))

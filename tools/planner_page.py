@@ -52,10 +52,11 @@ from the seconds of single matmuls, attention, other kernels and collectives (`p
 rates of a cluster (`plan/cluster.py`; files in `nanomegatron/presets/clusters`). H100 and H200 have the rates
 that our runs reach, A100 and B200 shares of data sheets.
 
-`python tools/planner_page.py --write` makes this page. `tests/test_plan_times.py` fails where a prediction
-is off by more than 10 % in time or 3 % in memory; `tests/test_plan_peak.py` where a step of 19 layouts on CPU
-ranks, with models of three shapes, allocates 3 % more or less than planned. (One of 57 is left out: ZeRO-2
-without overlap, whose first bucket comes when the loss is done, where the loss has the peak: 6 % too much.)
+`python tools/planner_page.py --write` makes this page. `tests/plan/test_step_time.py` fails where a
+prediction is off by more than 10 % in time or 3 % in memory; `tests/plan/test_peak.py` where a step of 19
+layouts on CPU ranks, with models of three shapes, allocates 3 % more or less than planned. (One of 57 is left
+out: ZeRO-2 without overlap, whose first bucket comes when the loss is done, where the loss has the peak: 6 %
+too much.)
 
 ## What the memory counts
 

@@ -12,7 +12,7 @@ The plan assumes these paths, the default on GPUs.
 from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.plan.layer import Sizes
 
-# The values of the code that allocates; tests/test_plan.py compares them.
+# The values of the code that allocates; tests/plan/test_memory.py compares them.
 RING_ROUND = 2  # ranks whose keys arrive at a time: ring.ROUND
 FUSED_LOSS_CHUNK = 2048  # tokens: FusedLossFunction.chunk
 

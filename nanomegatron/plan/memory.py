@@ -41,7 +41,7 @@ from nanomegatron.plan.gradients import ParamGroup, in_backward, in_the_end
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
-# The values of the code that allocates; tests/test_plan.py compares them.
+# The values of the code that allocates; tests/plan/test_memory.py compares them.
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
 SETTLED = 4  # microbatches for each pipeline rank after which a schedule needs no more memory

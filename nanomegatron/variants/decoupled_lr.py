@@ -1,7 +1,7 @@
 """Other result than `lr_schedule.Schedule`, for `--decoupled-lr`: one of the vocabulary's weights.
 
 Embedding and output layer (`optim.VOCABULARY`) have a peak and a minimum of their own; warm-up, decay and
-shape are those of all. (Megatron; tests/test_optim_values.py)
+shape are those of all. (Megatron; tests/test_lr_schedule.py)
 """
 
 from dataclasses import replace

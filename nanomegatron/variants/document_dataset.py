@@ -7,7 +7,7 @@
 A document longer than --seq-length is cut into several samples. Its last token is only a label; a document of
 one token is no sample. A global batch takes samples in the order of the run, which depends only on seed and
 consumed samples: every epoch has each sample once, in a different order. `document_packs.py` makes
-microbatches of them. (Megatron-LM's packed sequences. tests/test_data_documents.py)
+microbatches of them. (Megatron-LM's packed sequences. tests/variants/test_document_dataset.py)
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ Documents are assigned to ranks for each batch (`packing.py`) by their lengths, 
 rank knows all lengths, and reads only the documents of its own packs. In a pack positions restart at each
 document, attention does not cross documents, and the rest of the row is a document of padding, which has no
 loss. End-of-document tokens inside a document have no effect. (Megatron-LM's packed sequences.
-tests/test_data_documents.py)
+tests/variants/test_document_dataset.py)
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,8 @@ each other.
 Documents are assigned in order of length, longest first, each to the smallest groups that can hold it, and of
 these to the least busy one. If that group would exceed its share of the batch by more than SLACK, larger ones
 are tried, and the group that would finish first gets it. The plan is a function of the arguments, so every
-rank computes the same one. (The idea is that of Megatron-LM's hybrid_cp_schedule. tests/test_cp_dynamic.py)
+rank computes the same one. (The idea is that of Megatron-LM's hybrid_cp_schedule.
+tests/variants/test_document_packs.py)
 """
 
 import math

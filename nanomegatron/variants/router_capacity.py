@@ -5,7 +5,7 @@
     after dropping                       -1     3      3          3 3 -1
 
 What is dropped passes the layer by on the residual stream. Each rank drops of its own tokens. Tested in
-tests/test_moe_router.py. (Switch, arXiv 2101.03961; GShard 2006.16668)
+tests/test_router.py. (Switch, arXiv 2101.03961; GShard 2006.16668)
 """
 
 import math

@@ -2,7 +2,7 @@
 
 The experts are then even in training, as those of a trained router nearly are. Logits keep the gradients that
 they have without it. Random numbers are those of `router_jitter.py`, and the inputs may be jittered, too.
-Tested in tests/test_moe_router.py. (Megatron's flag of this name)
+Tested in tests/test_router.py. (Megatron's flag of this name)
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@
     taken              0 1   2 3
 
 A token's experts come from few groups, so from few ranks. The losses still count the k best scores, as
-Megatron's do. Tested in tests/test_moe_router.py. (DeepSeek-V3, arXiv 2412.19437)
+Megatron's do. Tested in tests/test_router.py. (DeepSeek-V3, arXiv 2412.19437)
 """
 
 import math

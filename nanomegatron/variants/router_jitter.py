@@ -2,7 +2,7 @@
 
 These are from 1 - eps to 1 + eps, in training, and a function of seed, layer, sample, position and feature,
 as dropout's masks are: the same under any layout and when recomputed. (Megatron draws them by each rank's
-generator, in evaluation too.) Tested in tests/test_moe_router.py. (Switch, arXiv 2101.03961)
+generator, in evaluation too.) Tested in tests/test_router.py. (Switch, arXiv 2101.03961)
 """
 
 import torch

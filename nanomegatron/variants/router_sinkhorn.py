@@ -6,7 +6,7 @@
 
 The table covers a microbatch on one replica: the tokens of all tp and cp ranks, so it does not depend on the
 layout. (Megatron's covers the tokens of one rank.) Ties go to the lower id. Of all router losses only z_loss
-goes with it. Tested in tests/test_moe_router.py. (arXiv 2202.01169)
+goes with it. Tested in tests/test_router.py. (arXiv 2202.01169)
 """
 
 import torch

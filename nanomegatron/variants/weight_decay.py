@@ -3,7 +3,7 @@
     first sample: --start-weight-decay    ...a line or half a cosine...    last sample: --end-weight-decay
 
 AdamW's kernel reads the decay of a step from the device. Torch's update takes only a number of the host, so
-weights are decayed before it, by the same product. (Megatron; tests/test_optim_values.py)
+weights are decayed before it, by the same product. (Megatron; tests/test_lr_schedule.py)
 """
 
 from collections.abc import Sequence

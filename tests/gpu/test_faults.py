@@ -6,10 +6,10 @@ import pytest
 
 from nanomegatron.faults import launch as launcher
 from nanomegatron.faults.launch import launch
+from tests.faults.test_stragglers import with_a_slow_rank
+from tests.faults.test_watchdog import hanging
 from tests.gpu.ranks import needs_two
 from tests.spmd import run_spmd
-from tests.test_run_hang import hanging
-from tests.test_run_stragglers import with_a_slow_rank
 
 T = 4  # seconds
 RUN = (

@@ -14,7 +14,7 @@ from nanomegatron.param import Init
 from nanomegatron.pick_variants import pick_variants
 from nanomegatron.pp import ModelChunks
 from nanomegatron.report.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
-from tests.test_decode import FAMILIES
+from tests.fast.test_decode import FAMILIES
 
 CUDA, VOCAB, LONGEST = torch.device("cuda", 0), 500, 96
 PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]

@@ -9,7 +9,7 @@ from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
 from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_
 from nanomegatron.ops.kernels import kernels_unavailable, launch_kernel, without_kernels
 from nanomegatron.ops.matmul import WORKSPACE, missing, workspace
-from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, check_bf16, shifted, wanted
+from tests.ops.test_fp8_matmul import PAIRS, SHAPES, add, case, check, check_bf16, shifted, wanted
 
 GPU = torch.device("cuda")
 E4M3, E5M2 = FORMATS

@@ -11,7 +11,7 @@ from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH
 from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.norm import NormFunction, norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
-from tests.test_ops_fused_fp8 import (
+from tests.ops.test_fp8_fused import (
     EPS,
     INF,
     NAN,
