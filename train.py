@@ -137,7 +137,7 @@ def set_up(
     if sharding:
         log.line(f"dp      {sharding}")
     executor = build_executor(config, paths, model, buckets, log.line)
-    run = Training(config, mesh, log, data, model, progress, buckets, optimizer, executor)
+    run = Training(config, mesh, log, data, model, progress, buckets, optimizer)
     add_observers(run, profile, signals, observers)
     run.run_schedule = partial(executor, tracer=run.observer(Reporter).tracer)
     signals.check(mesh)

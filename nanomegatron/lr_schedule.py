@@ -17,7 +17,6 @@ import torch
 
 from nanomegatron.config.settings import Config, OptimizerConfig, PrecisionConfig
 
-STYLES = ("constant", "linear", "cosine")  # of --lr-decay-style
 Schedules = list[Callable[[int], float]]  # each: samples before a step -> the step's value
 
 
@@ -25,7 +24,7 @@ Schedules = list[Callable[[int], float]]  # each: samples before a step -> the s
 class Schedule:
     """The learning rate as a function of the samples so far; all lengths are in samples."""
 
-    style: str
+    style: str  # of --lr-decay-style: constant, linear, cosine
     lr: float
     min_lr: float
     warmup_init: float

@@ -136,7 +136,7 @@ parameter), and two moments.
 {memory(alone)}
 
 With bf16 that is 2 bytes for a parameter, 4 for its gradient and 12 for the last column. 18 bytes for each of
-8 billion parameters are more than a GPU has: hence the axes.
+8 billion parameters are more than an H100 or H200 has: hence the axes.
 
 ## Eight ranks: `{LAYOUT}`
 

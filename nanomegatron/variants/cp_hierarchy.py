@@ -29,7 +29,7 @@ class TwoLevels:
     """`SelfAttention.context_attention` over `axis.levels`.
 
     between: attention over one level, for groups as its ranks. Layers that communicate otherwise than by
-    a2a+p2p take it alone.
+    a2a+p2p take only it.
     """
 
     between: Callable[..., torch.Tensor]

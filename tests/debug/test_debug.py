@@ -219,8 +219,8 @@ def test_the_document_has_the_kept_results():
 
 
 def test_the_planted_bugs_fit_the_code():
-    found = entries([BUGS])
-    assert len(found) == 20 and {"module", "layout", "model"} <= set(found[0][0])
+    found = entries([BUGS, BUGS.with_stem("debug_bugs_unseen")])
+    assert len(found) == 30 and {"module", "layout", "model"} <= set(found[0][0])
 
 
 # --debug-nan.

@@ -213,7 +213,7 @@ def test_a_path_that_leads_nowhere_or_to_several_is_an_error(step):
 def test_every_results_file_is_named():
     """By a document, by a file of fast/ or by a program that compares with it."""
     paths = [*DOCUMENTS, ROOT / "docs/benchmarks.md", *ROOT.glob("nanomegatron/**/*.py")]
-    paths += [*ROOT.glob("benchmarks/*.toml"), *ROOT.glob("tests/*.py"), *ROOT.glob("tools/*.py")]
+    paths += [*ROOT.glob("benchmarks/*.toml"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*.py")]
     named = set().union(*(cited(path.read_text(encoding="utf-8")) for path in paths))
     assert {path.name for path in table.RESULTS.iterdir()} <= named
 

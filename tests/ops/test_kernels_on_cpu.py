@@ -2,7 +2,7 @@
 
 What they give is checked by the functions of tests/gpu, against float64. A thread is a fiber here, so sizes
 are small: some for each variant of a kernel. What only a GPU shows (speed, races, memory spaces, more than
-2^31 elements) is seen there alone. The other kernels: ops/test_kernels_on_cpu_training.py.
+2^31 elements) is seen only there. The other kernels: ops/test_kernels_on_cpu_training.py.
 """
 
 import itertools
